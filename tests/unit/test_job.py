@@ -22,7 +22,7 @@ from highwater.nouns.environment import STORE_VARIABLE
 from highwater.nouns.request import Request
 from highwater.nouns.trial import TrialEndedError
 from highwater.trials.job import Job, failed, how_ended, last_words
-from highwater.trials.nodes import Across, across
+from highwater.trials.nodes import Across, across_nodes
 from tiny_models import TINY
 
 MODULE = """
@@ -350,12 +350,12 @@ def of_two(place: Path, rendezvous: Path | None = None, launcher: str | None = "
 
 def refusal(request: Request) -> UsageError:
     with pytest.raises(UsageError) as refused:
-        across(request)
+        across_nodes(request)
     return refused.value
 
 
 def made(request: Request) -> Across:
-    machines = across(request)
+    machines = across_nodes(request)
     assert machines is not None
     return machines
 
@@ -413,7 +413,7 @@ def test_one_machine_has_no_launcher_and_of_several_it_is_words_without_a_shell(
 ) -> None:
     assert "`--launcher`" in refusal(Request(model="tiny", launcher="sh")).problem
     assert "`--rendezvous`" in refusal(Request(model="tiny", rendezvous="f")).problem
-    assert across(Request(model="tiny")) is None
+    assert across_nodes(Request(model="tiny")) is None
     machines = made(of_two(tmp_path, launcher="sh '$(touch made)' a;b"))
     assert machines.launcher == ("sh", "$(touch made)", "a;b")
     assert machines.notes, "no file is named: a port is open"

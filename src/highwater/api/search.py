@@ -28,7 +28,7 @@ from highwater.trials import ray_runner
 from highwater.trials.diagnosis import diagnose, undiagnosed
 from highwater.trials.foreign_trial import check_foreign, launcher_in
 from highwater.trials.local import LocalRunner, host_bytes
-from highwater.trials.nodes import across
+from highwater.trials.nodes import across_nodes
 from highwater.trials.probe import environment, probe
 from highwater.trials.ray_runner import RayRunner
 from highwater.trials.readiness import check_directories, check_machine, check_request
@@ -78,7 +78,7 @@ def prepare(request: Request) -> Plan:
     """The question of a request, checked before the first trial; raises HighwaterError."""
     machine, of_machine = where_trials_run(request)
     check_request(request, machine, steps=request.steps)
-    machines = across(request)
+    machines = across_nodes(request)
     of_machine = (*(machines.notes if machines else ()), *of_machine)
     request, of_study = gone_on(request)
     planned = _planned(request, machine)

@@ -46,7 +46,7 @@ from highwater.recommendation.training_settings import ChosenTrial, chosen_trial
 from highwater.speed import predicted_step
 from highwater.store.directory import TrainingFolder, check_run_directory
 from highwater.trials.inputs import tokenised
-from highwater.trials.nodes import Across, across
+from highwater.trials.nodes import Across, across_nodes
 from highwater.trials.probe import probe, refuse_missing_reporters
 from highwater.trials.readiness import check_machine, check_request
 from highwater.trials.training_ranks import OnProgress, own_folder, run_ranks
@@ -119,7 +119,7 @@ def prepare_training(
     folder.refuse_missing(asked.resume_from)
     refuse_missing_reporters(asked.report_to)
     request, chosen = _planned(request, asked)
-    machines = across(request)
+    machines = across_nodes(request)
     trial = chosen.spec
     before = folder.spec()
     rows = _rows(asked)

@@ -41,7 +41,7 @@ _WORDS = {
     "outside": "outside the allocator",
     "most": "longest to try",
 }
-"""Headings that say more than the name of their field."""
+"""Headings that are not the field's name."""
 _lines = partial(template_lines, "attention.txt.j2")
 
 
@@ -54,7 +54,7 @@ class BenchDocument(AttentionBench, frozen=True, kw_only=True):
 
 
 def bench_document(bench: AttentionBench) -> BenchDocument:
-    """The report as one JSON document."""
+    """Make the report as one JSON document."""
     summary = attention_summary(bench)
     return BenchDocument(
         **{name: getattr(bench, name) for name in AttentionBench.__struct_fields__},
@@ -64,7 +64,7 @@ def bench_document(bench: AttentionBench) -> BenchDocument:
 
 
 class ReportSection(NamedTuple):
-    """A heading and what stands under it: lines, then tables with rows."""
+    """A heading, and the lines and tables below it; lines come first."""
 
     title: str
     tables: Sequence[TextTable] = ()
@@ -72,12 +72,12 @@ class ReportSection(NamedTuple):
 
 
 def attention_markdown(bench: AttentionBench) -> str:
-    """The report as Markdown."""
+    """Draw the report as Markdown."""
     return drawn_page("attention.j2", form="md", sections=list(report_sections(bench))).rstrip("\n")
 
 
 def report_sections(bench: AttentionBench) -> Iterator[ReportSection]:
-    """The report, in its order."""
+    """Yield the report's sections in reading order."""
     summary, directions = attention_summary(bench), bench.order.directions
     yield ReportSection("Longest lengths", [longest_table(bench, summary)])
     yield ReportSection("What to use", lines=_lines("use_cases", summary=summary))
@@ -104,7 +104,7 @@ def report_sections(bench: AttentionBench) -> Iterator[ReportSection]:
 
 
 def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable:
-    """The answer: the longest length of each, and what it costs there."""
+    """The answer as a table: the longest length of each implementation and mode, and its costs."""
 
     def ended(each: LongestLength) -> str:
         at = f" at {format_tokens(each.fails_tokens)}" if each.fails_tokens else ""
@@ -122,7 +122,7 @@ def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable
 
 
 def _answer(bench: AttentionBench, summary: AttentionSummary) -> str:
-    """The longest length of all, and that of dense attention."""
+    """Sentence with the longest length of all, and that of dense attention."""
     direction = bench.order.directions[-1]
     found = [each for each in contestants(summary.longest, direction) if each.fits_tokens]
     if not found:
@@ -148,7 +148,7 @@ def _table(
     footnotes: Iterable[str] = (),
     names: int = 3,
 ) -> TextTable:
-    """A table of fields of its records, ``row.time_s`` of a field's, or of headings with texts."""
+    """Table with a row for each record; a column is a field's path or a heading with a function."""
 
     def field(path: str) -> Column[Any]:
         *outer, name = path.split(".")
@@ -161,7 +161,7 @@ def _table(
 
 
 def _cell(name: str, value: Any) -> str:
-    """A figure by the unit that its name ends with; ``-`` where there is none."""
+    """Write a field's value by the unit that its name ends with; ``-`` for None."""
     if value is None or value == ():
         return "-"
     if name.endswith("_bytes"):
@@ -183,7 +183,7 @@ def _heading(name: str) -> str:
 
 
 def per_gpu(sizes: Sequence[int]) -> str:
-    """One size where all GPUs have the same to what is printed, else each GPU's."""
+    """One size if all GPUs print the same, else each GPU's, separated by slashes."""
     told = list(map(format_bytes, sizes))
     return " / ".join(told[:1] if len(set(told)) == 1 else told)
 
@@ -199,7 +199,7 @@ def _name(entry: Entry) -> str:
 
 
 def _machine_table(bench: AttentionBench) -> TextTable:
-    """Date, hardware, versions, and what was asked: every field by its name."""
+    """Table of date, hardware, versions and the order: every field by its name."""
     fields = {"made_at": bench.made_at, "command": " ".join(bench.command)}
     for record in (bench.machine, bench.order):
         fields |= {name: getattr(record, name) for name in record.__struct_fields__}
@@ -215,7 +215,7 @@ def _machine_table(bench: AttentionBench) -> TextTable:
 
 
 def _check_table(bench: AttentionBench) -> TextTable:
-    """Each implementation beside the reference, and the verdict."""
+    """Table of the differences between each implementation and the reference, with the verdict."""
 
     def difference(name: str) -> Column[Any]:
         def cell(check: BenchCheck) -> str:
@@ -249,7 +249,7 @@ def _case_tables(bench: AttentionBench) -> Iterator[TextTable]:
 
 
 def _ratio_table(bench: AttentionBench, direction: Direction) -> TextTable:
-    """Times as fast as dense that each is, by length; ``-`` where either has no time."""
+    """Table of each implementation's speed relative to dense, by length; ``-`` without a time."""
     one = Entry("dense", "single", direction)
     dense = times_s(bench, one)
     measured = [each for each in entries(bench) if each.direction == direction and each != one]
@@ -270,7 +270,7 @@ def _ratio_table(bench: AttentionBench, direction: Direction) -> TextTable:
 def predicted_table(
     bench: AttentionBench, summary: AttentionSummary, direction: Direction
 ) -> TextTable:
-    """Predicted longest lengths on other kinds of GPUs; none where more fits than can be said."""
+    """Predicted longest lengths by kind of GPU; kinds with only lower bounds are left out."""
     own = [each for each in summary.predicted if each.direction == direction]
     kinds = {each.gpu: each for each in own if not each.is_least}
     tokens = {(each.gpu, each.entry): (each.is_least, each.tokens) for each in own}

@@ -1,7 +1,7 @@
-"""Charts as values, which ``charts.html.j2`` draws: how the brackets of a study closed, the memory
-of its trials, and what was alive in a memory snapshot, over time and by stack.
+"""Charts as values, which ``charts.html.j2`` draws: how a study's brackets closed, the memory of
+its trials, and what was alive in a memory snapshot, over time and by stack.
 
-Lengths are pixels on a screen, and y grows downwards; those of memory are per cent of its width.
+Coordinates are pixels, and y grows downwards; in a memory picture, per cent of its width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +26,10 @@ class Tick(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Something drawn: a rectangle, a polygon, or the mark of an outcome."""
+    """A rectangle, a polygon, or the mark of an outcome."""
 
     kind: str
-    """The class that gives it its colour; of a mark, its form."""
+    """CSS class: the colour; for a mark also its form."""
     x: float = 0
     y: float = 0
     width: float = 0
@@ -37,22 +37,22 @@ class Shape(NamedTuple):
     points: str = ""
     """The corners of a polygon."""
     text: str = ""
-    """Its meaning, in words."""
+    """Tooltip: what the shape means."""
     label: str = ""
-    """As much of the words as there is room for within it; empty for none."""
+    """The part of ``text`` that fits into the shape; empty if none does."""
 
 
 class Chart(NamedTuple):
     """A chart with its axes."""
 
     text: str
-    """Its content, in words."""
+    """Text for readers who do not see the chart."""
     width: float
     height: float
     left: float = 0
     bottom: float = 0
     up: Sequence[Tick] = ()
-    """Ticks of the axis that goes upwards, with a line across each."""
+    """Ticks of the vertical axis, with a line across the chart at each."""
     across: Sequence[Tick] = ()
     across_at: float = 0
     across_name: str = ""
@@ -61,14 +61,14 @@ class Chart(NamedTuple):
     marks: Sequence[Shape] = ()
     boxes: Sequence[Shape] = ()
     moment: Tick | None = None
-    """A dashed line upwards."""
+    """A dashed vertical line."""
 
 
 _LEFT, _TOP, _PLOT_HEIGHT, _BOTTOM = 64, 12, 190, 40
 _WIDTH = 340
-"""Width that a phone shows without scrolling."""
+"""Width in pixels that a phone shows without scrolling."""
 _STEP, _LABEL = 15, 26
-"""Space between two trials, and between two of their numbers, at least."""
+"""Least space in pixels between two trials, and between two of their numbers."""
 _MOST_ROWS = 24
 SHAPES: dict[Outcome | None, str] = {
     Outcome.FIT: "fit",
@@ -79,11 +79,11 @@ SHAPES: dict[Outcome | None, str] = {
     Outcome.CRASHED: "crashed",
     None: "unknown",
 }
-"""Marks by which outcomes are told apart."""
+"""Form of the mark for each outcome."""
 
 
 def bracket_chart(cell: CellReport, report: StudyReport) -> Chart | None:
-    """Draw how a cell's bracket closed, length by order of trials; None for one without trials."""
+    """Draw how a cell's bracket closed, length by order of trials; None for a cell without any."""
     trials = [report.trials[step.trial - 1] for step in cell.bracket]
     if not trials:
         return None
@@ -91,7 +91,7 @@ def bracket_chart(cell: CellReport, report: StudyReport) -> Chart | None:
     spacing = (width - _LEFT - 8) / len(trials)
     top = max(trial.length_tokens for trial in trials) * 1.08
     bottom = _TOP + _PLOT_HEIGHT
-    # lengths of the axis: at most five, from zero, in steps of a power of two
+    # ticks: at most five lengths from zero, in steps of a power of two times 256
     unit = 256
     while top / unit > 4.5:
         unit *= 2
@@ -144,38 +144,38 @@ def bracket_chart(cell: CellReport, report: StudyReport) -> Chart | None:
 
 
 class MemoryRow(NamedTuple):
-    """One trial in a picture of memory: ends of bars in per cent of the picture's width."""
+    """One trial in a memory picture; its bars end at per cent of the picture's width."""
 
     text: str
     allocated: float
     reserved: float
     used: float
     asked: float | None
-    """End of the request that had no room, which begins where ``reserved`` ends; None: none had."""
+    """End of the refused request, whose bar begins where ``reserved`` ends; None: no refusal."""
     low: float | None
     high: float | None
     predicted: float | None
     measured: float | None
-    """Memory that a trial used which fit."""
+    """Memory in use on the device, of a trial that fit."""
     ran_out: bool
     limit: float | None
 
 
 class MemoryPicture(NamedTuple):
-    """A row for each trial."""
+    """One row for each trial."""
 
     rows: tuple[MemoryRow, ...]
     ticks: tuple[Tick, ...]
     left_out: int
-    """Trials that are not drawn: only those of the edges are where there are many."""
+    """Number of trials that are not drawn: of many, only those at a bracket's edges are."""
 
 
 def memory_picture(report: StudyReport) -> MemoryPicture | None:
-    """Draw each trial's memory, its limit, and its predicted interval; None: nothing measured."""
+    """Draw each trial's memory, limit and predicted interval; None if no trial's was measured."""
     known = [trial for trial in report.trials if max(_peaks(trial))]
     shown = known
     if len(known) > _MOST_ROWS:
-        # trials of the longest length that fit and of the shortest that did not, of each cell
+        # of each cell, trials of the longest length that fit and the shortest that did not
         edges = {
             step.trial
             for cell in report.cells
@@ -188,7 +188,7 @@ def memory_picture(report: StudyReport) -> MemoryPicture | None:
         return None
     intervals = [each.predicted.interval for each in shown if each.predicted is not None]
     longest = 1.02 * max(
-        *(max(*_peaks(trial), trial.limit_bytes or 0, _asked(trial)) for trial in shown),
+        *(max(*_peaks(trial), trial.limit_bytes or 0, _request_end(trial)) for trial in shown),
         *(0 if around is None else around.high_bytes for around in intervals),
         0,
     )
@@ -206,7 +206,7 @@ def memory_picture(report: StudyReport) -> MemoryPicture | None:
 
 
 def _row(trial: TrialReport, x: Callable[[int | None], float]) -> MemoryRow:
-    """The bars of a trial; ``x``: bytes to per cent of the picture's width."""
+    """Make a trial's bars; ``x`` converts bytes to per cent of the picture's width."""
     predicted, limit = trial.predicted, trial.limit_bytes
     around = None if predicted is None else predicted.interval
     is_fit = trial.outcome is not None and trial.outcome.is_fit
@@ -221,7 +221,7 @@ def _row(trial: TrialReport, x: Callable[[int | None], float]) -> MemoryRow:
         allocated=x(trial.peak_allocated_bytes),
         reserved=x(trial.peak_reserved_bytes),
         used=x(used),
-        asked=x(_asked(trial)) if trial.requested_bytes else None,
+        asked=x(_request_end(trial)) if trial.requested_bytes else None,
         low=None if around is None else x(around.low_bytes),
         high=None if around is None else x(around.high_bytes),
         predicted=None if predicted is None else x(predicted.device_used_bytes),
@@ -236,28 +236,28 @@ def _peaks(trial: TrialReport) -> tuple[int, int, int]:
     return peaks[0] or 0, peaks[1] or 0, peaks[2] or 0
 
 
-def _asked(trial: TrialReport) -> int:
-    """End of the request that had no room: beyond all that was reserved before it."""
+def _request_end(trial: TrialReport) -> int:
+    """Bytes where the bar of a refused request ends; 0 without one."""
     if not trial.requested_bytes:
         return 0
     return trial.requested_bytes + max(trial.device_used_bytes or 0, trial.peak_reserved_bytes or 0)
 
 
 WIDTHS = {1: 1080.0, 2: 540.0}
-"""Width of a memory profile's charts, by how many stand beside each other."""
+"""Width in pixels of a memory profile's charts, by how many are side by side."""
 _TIME_LEFT, _TIME_TOP, _TIME_PLOT, _BELOW = 70, 22, 240, 26
 _ROW_HEIGHT, _LETTER, _LEAST_LABEL = 19, 6.9, 34
 
 
 def timeline_chart(profile: MemoryProfile, *, width: float, most_bytes: int) -> Chart | None:
-    """Draw memory over the trace by category, to scale ``most_bytes``; None without events."""
+    """Draw bytes by category over the trace; ``most_bytes`` ends the axis. None without events."""
     points = profile.timeline
     if not points:
         return None
     bottom, last = _TIME_TOP + _TIME_PLOT, len(points) - 1
     step = (width - _TIME_LEFT - 8) / max(1, last)
     xs = [round(_TIME_LEFT + step * index, 1) for index in range(len(points))]
-    # of each point where each category ends, from the bottom up
+    # for each point, the upper end of each category's bytes, stacked from the bottom
     ends = [[0, *accumulate(point.bytes)] for point in points]
     scale = _TIME_PLOT / max(1, most_bytes)
     areas: list[Shape] = []
@@ -271,7 +271,7 @@ def timeline_chart(profile: MemoryProfile, *, width: float, most_bytes: int) -> 
             areas.append(Shape(category, points=polygon, text=CATEGORY_WORDS[category]))
     moment = peak = max(range(len(points)), key=lambda index: ends[index][-1])
     if profile.moment != "peak" and profile.moment_event is not None:
-        # the end of the part in which memory ran out
+        # the last event before memory ran out
         event = profile.moment_event
         moment = next((at for at, point in enumerate(points) if point.event >= event), last)
     at = xs[moment]
@@ -296,7 +296,7 @@ def timeline_chart(profile: MemoryProfile, *, width: float, most_bytes: int) -> 
 
 
 def _sizes(most: int, bottom: float, scale: float) -> Iterator[Tick]:
-    """Whole GiB, or MiB, at most five of them."""
+    """Yield ticks at whole GiB (or MiB), at most five and zero."""
     unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     step = unit
     while most // step > 5:
@@ -306,18 +306,18 @@ def _sizes(most: int, bottom: float, scale: float) -> Iterator[Tick]:
 
 
 def _time(profile: MemoryProfile, at: int) -> str:
-    """The time of a point; of a trace, which has no clock, its event."""
+    """Time of a point of the timeline; for a trace, which has no clock, its event number."""
     point = profile.timeline[at]
     return f"event {point.event:,}" if profile.is_traced else format_seconds(point.time_s)
 
 
 def share(size: int, profile: MemoryProfile) -> str:
-    """A size as a part of all that was allocated: ``56 %``."""
+    """Share of all allocated bytes, in per cent: ``56 %``."""
     return f"{100 * size / max(1, profile.allocated_bytes):.0f} %"
 
 
 def flame_chart(profile: MemoryProfile, *, width: float) -> Chart:
-    """Draw what was alive by stack: the outermost frame on top, what it called below it."""
+    """Draw what was alive by stack: outermost frames on top, below each frame what it called."""
     scale = width / max(1, profile.allocated_bytes)
     boxes: list[Shape] = []
     for each in profile.flame_graph:

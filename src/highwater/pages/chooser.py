@@ -1,6 +1,6 @@
-"""The chooser of a guide's page: an answer for each combination of model, GPUs and length, and all
+"""The chooser on a guide's page: an answer for each combination of model, GPUs and length, and all
 of them as JSON. ``recommend`` and ``emit`` compute them while the page is written
-(docs/decisions/018), or they are read off capacities that somebody found.
+(docs/decisions/018); otherwise they are read off known capacities.
 """
 
 import json
@@ -57,13 +57,13 @@ class Answer:
 
     found: Recommendation
     command: str
-    """The command that answers the same again; empty where a guide's table is all there is."""
+    """Command that gives the same answer again; empty if it comes from a guide's table alone."""
     entries: tuple[str, ...]
-    """The entries of it in the guide's tables."""
+    """Entries for this length in the guide's tables."""
     configurations: Mapping[str, str]
-    """Texts to copy for the chosen settings, by what they configure."""
+    """Configuration files to copy for the chosen settings, by the trainer they are for."""
     tables: tuple[TextTable, ...]
-    """Tables of what the answer rests on."""
+    """Tables that the answer rests on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +74,20 @@ class ChooserPlace:
     device_name: str
     gpus: int
     basis: str
-    """Whose step it is, what it trains, and what its figures are."""
+    """The trainer, what it trains, and the source of the figures."""
     answers: tuple[Answer, ...]
-    """Answers, the shortest length first."""
+    """Answers by length, the shortest first."""
     longest_tokens: int | None
-    """The longest length that leaves the headroom, as predictions have it; else the longest that
-    fits; None: none does.
-    """
+    """The longest length that leaves the headroom, if predicted; else the longest that fits; None
+    if none does."""
 
 
 def known_recommendation(
     own: Sequence[Capacity], length_tokens: int, *, others: Sequence[Capacity] = ()
 ) -> Recommendation:
-    """Recommend the simplest of ``own`` that is known to fit. ``own`` are capacities of one model
-    on as many GPUs of one kind, from one source; ``others`` are the same on other numbers of GPUs:
-    where nothing fits, the fewest that do are named. What nobody knows is a note.
+    """Recommend the simplest of ``own`` that is known to fit. ``own``: capacities of one model on
+    one number and kind of GPUs, from one source; ``others``: the same on other numbers of GPUs, of
+    which the fewest that fit are named if nothing in ``own`` does. Notes name what is unknown.
     """
     first, kind = own[0], kind_of(own[0].device_name)
     best: dict[tuple[int, ...], Capacity] = {}
@@ -161,7 +160,7 @@ def _notes(
 
 
 def _yarn(capacity: Capacity, length_tokens: int) -> Yarn | None:
-    """YaRN as the model has it; without the model, by its native length alone."""
+    """YaRN for a length, by the model if it is known, else by its native length; None: not used."""
     try:
         model = load_model(capacity.model_name)
     except ModelError:
@@ -177,25 +176,25 @@ def _yarn(capacity: Capacity, length_tokens: int) -> Yarn | None:
 
 
 _NAMED = ("objective", "critic", "entropy", "rope")
-"""Settings that a basis names by itself."""
+"""Settings that a place's basis names apart from the others."""
 _APART = (5 / 4, 4 / 3, 7 / 5, 2, 4)
-"""Factors by which the next length of the chooser is longer, at least. The least of them counts
-with which there are not too many lengths."""
+"""Factors between consecutive lengths of the chooser. The smallest factor is used that keeps the
+number of answers within ``_MOST_ANSWERS``."""
 _REPLAYED_APART = 2
-"""The least factor with bundled traces: a cell's replay takes 1 s instead of 10 ms."""
+"""The smallest factor with bundled traces: replaying a cell takes 1 s instead of 10 ms."""
 _MOST_ANSWERS = 300
-"""Answers of a page at the most, of about 3 KB each."""
+"""Most answers on a page; each takes about 3 KB."""
 _IN_WORDS = {NOTHING_FITS: "nothing that was tried fits", UNKNOWN: "nobody knows"}
 _Own = tuple[GuideTable, tuple[Capacity, ...]]
-"""A table of the guide, and what it has of one model."""
+"""A table of the guide, and its capacities of one model."""
 
 
 def places(made: Guide) -> tuple[ChooserPlace, ...]:
-    """Every model on every number of GPUs of the guide, with its answers.
+    """Make a place for every model and number of GPUs of the guide, with its answers.
 
-    What studies measured and what is predicted by formula is asked of ``recommend``, at every
-    length of the tables; what others published, what was simulated and what nobody can ask about
-    any more is answered by the table itself.
+    ``recommend`` answers for what studies measured and what the formula predicts, at every length
+    of the tables. The table itself answers for what others published, what was simulated, and what
+    can no longer be asked.
     """
     groups: dict[tuple[object, ...], list[_Own]] = {}
     for table in made.tables:
@@ -225,7 +224,7 @@ def _group(made: Guide, table: GuideTable, own: Sequence[Capacity]) -> tuple[obj
 
 
 def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) -> Query | None:
-    """The query with every study of the group, and the settings that all its sources have."""
+    """Query with the group's studies and the settings its sources share; None: unanswerable."""
     if any(table.source not in ("measured", "predicted") for table, _ in group):
         return None
     found = [
@@ -245,7 +244,7 @@ def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) 
 def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float) -> ChooserPlace:
     table, own = group[0]
     first = own[0]
-    answers = () if query is None else _asked(query, group, apart=apart)
+    answers = () if query is None else _answers_of(query, group, apart=apart)
     sources, named = table.source, list[str]()
     if query is not None:
         named = [f"{name}: {value}" for name, value in query.settings if name not in _NAMED]
@@ -266,7 +265,7 @@ def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float
 
 
 def _leaves_headroom(found: Recommendation) -> bool:
-    """True if what was chosen was measured, or leaves the headroom and its pessimistic end fits."""
+    """True if the choice was measured, or leaves the headroom and its pessimistic end fits."""
     chosen = found.chosen
     if chosen is None or chosen.risk == "tight":
         return False
@@ -274,7 +273,7 @@ def _leaves_headroom(found: Recommendation) -> bool:
 
 
 def _ends(group: Sequence[_Own]) -> tuple[int, int]:
-    """The longest row that the model is known to fit, 0 for none, and the next."""
+    """The longest row that the model is known to fit (0: none), and the next longer row."""
     reached = [(farthest(table, own[0].model_name) or (0,))[0] for table, own in group]
     longest = max(reached)
     later = [tokens for table, _ in group for tokens, _ in table.rows if tokens > longest]
@@ -282,9 +281,9 @@ def _ends(group: Sequence[_Own]) -> tuple[int, int]:
 
 
 def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
-    """Lengths of the chooser: powers of two and rows of the tables, ``apart`` at least. The longest
-    is the first that is known not to fit; where that is unknown, as the tables say, none is longer
-    than what fits.
+    """Lengths of the chooser: powers of two and rows of the tables, by factors of at least
+    ``apart``. The longest is the first that is known not to fit; if the tables do not know one, the
+    longest that fits.
     """
     longest, beyond = _ends(group)
     name, rows = (
@@ -305,8 +304,8 @@ def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
     return sorted(kept)
 
 
-def _asked(query: Query, group: Sequence[_Own], *, apart: float) -> tuple[Answer, ...]:
-    """Answers of ``recommend`` for every length that it can be asked about, the longest too."""
+def _answers_of(query: Query, group: Sequence[_Own], *, apart: float) -> tuple[Answer, ...]:
+    """Answers of ``recommend`` for every length that it accepts, and for the longest that fits."""
     gpus = group[0][0].gpus
     lengths = _lengths(group, apart=apart)
     found = list(_recommended(query, gpus, lengths))
@@ -327,7 +326,7 @@ def _asked(query: Query, group: Sequence[_Own], *, apart: float) -> tuple[Answer
 def _recommended(query: Query, gpus: int, lengths: Iterable[int]) -> Iterator[Recommendation]:
     for length_tokens in lengths:
         with suppress(HighwaterError):
-            # a length that no scaling of its positions reaches is refused
+            # lengths that no scaling of positions reaches are refused
             yield recommend(**query.arguments(gpus=gpus), length=length_tokens)
 
 
@@ -349,7 +348,7 @@ def _known_answers(made: Guide, group: Sequence[_Own]) -> Iterator[Answer]:
 def _answer(
     found: Recommendation, group: Sequence[_Own], *, model: str, command: str = ""
 ) -> Answer:
-    """The answer with what the tables say; ``model`` is what a command calls the model."""
+    """Answer for one length with the tables' entries; ``model``: the model's name in commands."""
     entries = (
         f"{_IN_WORDS.get(choice.label, choice.entry)} ({table.source}; {table.training})"
         for table, own in group
@@ -369,9 +368,9 @@ def _answer(
 def configurations(
     found: Recommendation, model: str, targets: Collection[Target] | None = None
 ) -> Mapping[str, str]:
-    """Texts that ``emit`` prints for the trainer that is recommended for, by their names: of
-    ``targets``, compared with this engine where the law of their step says nothing, or of all that
-    are in guides.
+    """Configurations that ``emit`` writes for the recommendation, by trainer: of ``targets`` (those
+    that are predicted by another trainer's step, too), or of all trainers that guides show. Those
+    that cannot express the settings, or do not fit, are left out.
     """
     chosen = found.chosen
     if chosen is None:
@@ -385,7 +384,7 @@ def configurations(
         is_compared = targets is not None and found.trainer == OURS
         is_compared &= REGISTRY[row.predicted_for].trains_by is not None
         if is_asked and (row.predicted_for == found.trainer or is_compared):
-            with suppress(HighwaterError):  # a trainer that has no words for it
+            with suppress(HighwaterError):  # a trainer that cannot express the settings
                 made = configured_choice(target, found, model=model)
                 if made is None or made.emitted.fits is False:
                     continue
@@ -398,25 +397,25 @@ def configurations(
 
 
 _NOT_EMBEDDED = ("candidates", "chosen")
-"""Fields of a recommendation that do not stand there as others do. What is chosen stands for
-itself; the candidates, which only the tables have, would be most of the page."""
+"""Fields of a recommendation that are not among ``fields``: the choice has its own entry, and the
+candidates, which are in the tables, would be most of the page."""
 
 
 class _Value(str):
-    """The JSON of a value, which a page has once, among all values."""
+    """JSON of a value that the page stores once and refers to by index."""
 
     __slots__ = ()
 
 
 def _value(value: object) -> _Value:
-    """The value of a page; texts are on one line, and name no folder."""
+    """Encode a value for the page; a text becomes one line without folders."""
     if isinstance(value, str):
         value = plain_lines(without_folders(value))
     return _Value(_json(value))
 
 
 def _values_in(part: object) -> Iterator[_Value]:
-    """Every value of a document, in its order."""
+    """Yield every value of a document, in order."""
     if isinstance(part, _Value):
         yield part
     elif isinstance(part, dict | list):
@@ -425,7 +424,7 @@ def _values_in(part: object) -> Iterator[_Value]:
 
 
 def _with_indices(part: Any, order: Mapping[str, int]) -> Any:
-    """The document with the index of each value in its place."""
+    """The document with each value replaced by its index in ``order``."""
     if isinstance(part, _Value):
         return order[part]
     if isinstance(part, dict):
@@ -434,10 +433,10 @@ def _with_indices(part: Any, order: Mapping[str, int]) -> Any:
 
 
 def chooser_json(places: Sequence[ChooserPlace], fields: Sequence[str] | None = None) -> Markup:
-    """Every combination, as JSON that is harmless inside a ``script`` element. Every value stands
-    there once, the most frequent first. ``places`` hold a place's names, its answers and the length
-    that it opens with; of an answer, ``fields`` and all texts are indices into ``values``. Its
-    fields are all of a recommendation's but the candidates, or those that are named.
+    """All places and answers as JSON that is harmless inside a ``script`` element. ``values`` has
+    every value once, the most frequent first; ``places`` have a place's names, its opening length
+    and its answers, whose ``fields`` and texts are indices into ``values``. ``fields``: names of a
+    recommendation's fields; None: all but the candidates and the choice.
     """
     if fields is None:
         fields = [name for name in Recommendation.__struct_fields__ if name not in _NOT_EMBEDDED]

@@ -1,5 +1,5 @@
-"""The guide as data: the simplest settings that fit each length and model, a table for each kind
-and number of GPUs; from what studies found, what others published and what is predicted.
+"""The guide as data: tables with the simplest settings that fit each length and model, for each
+kind and number of GPUs. Sources: studies, published results, and predictions.
 """
 
 import re
@@ -42,7 +42,7 @@ ORIGINS: dict[Source, str] = {
     "predicted": "where the prediction is an interval, its upper end fits",
     "published": "by others, not measured here",
 }
-"""Trust that figures deserve, by source."""
+"""How far to trust figures, by source."""
 SOURCES: dict[Source, str] = {
     **{source: f"{source} {origin}" for source, origin in ORIGINS.items()},
     "predicted": f"predicted, nothing was run; {ORIGINS['predicted']}",
@@ -52,8 +52,8 @@ _OWN: Mapping[str, Callable[[Settings], bool]] = {
     "sharded checkpoints": lambda settings: settings.checkpoint != "none",
     "YaRN at every length": lambda settings: settings.rope == "yarn",
 }
-"""Things our own engine may do besides, on every rung of a study alike. Strategy and saved weights
-are a rung's, as in the published ladder: of rungs with one label the best counts."""
+"""What our own engine may do on every rung of a study alike. Strategy and saved weights belong to
+the rung, as in the published ladder: of rungs with one label the best counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,24 +62,24 @@ class Choice:
 
     model_name: str
     capacity: Capacity | None
-    """Capacity of the simplest settings that are known to fit; None: none are."""
+    """Capacity of the simplest settings that are known to fit; None if none are."""
     may_be_simpler: bool
-    """True where something simpler may fit, which nobody knows; without a capacity: anything."""
+    """True if simpler settings, of which nothing is known, may fit; without a capacity: any."""
 
     @property
     def label(self) -> str:
-        """The settings; ``-``: all that was tried does not fit, ``?``: nobody knows."""
+        """The settings; ``-``: nothing that was tried fits; ``?``: unknown."""
         return self.label_in(lambda cell: cell.words)
 
     def label_in(self, words: Callable[[Cell], str]) -> str:
-        """The label with the settings in other words."""
+        """The label, with the settings written by ``words``."""
         if self.capacity is None:
             return UNKNOWN if self.may_be_simpler else NOTHING_FITS
         return words(self.capacity.cell) + " (memory-only)" * self.capacity.is_memory_only
 
     @property
     def entry(self) -> str:
-        """The label as a table has it: with ``?`` where something simpler may fit."""
+        """The label in a table: with a ``?`` if simpler settings may fit."""
         is_open = self.capacity is not None and self.may_be_simpler
         return f"{self.label} ?" if is_open else self.label
 
@@ -93,40 +93,40 @@ class GuideTable:
     source: Source
     training: str
     native_length_tokens: int
-    """Native length of all its models: the grid of lengths follows from it."""
+    """Native length of all its models, which determines the grid of lengths."""
     capacities: tuple[Capacity, ...]
     models: tuple[str, ...]
     rows: tuple[tuple[int, tuple[Choice, ...]], ...]
-    """Length in tokens, and a choice for each model."""
+    """For each length in tokens, a choice for each model, in the order of ``models``."""
 
     @property
     def gpus_in_words(self) -> str:
-        """``4 GPUs``."""
+        """Number of GPUs in words: ``4 GPUs``."""
         return counted_ranks(self.gpus, "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guide:
-    """A whole guide."""
+    """All tables of a guide, with notes on their sources."""
 
     tables: tuple[GuideTable, ...]
     notes: tuple[str, ...] = ()
-    """Notes on what it was made from, one line each."""
+    """Notes on the sources, one line each."""
     queries: Mapping[tuple[str, str, str], Query] = field(
         default_factory=dict[tuple[str, str, str], Query]
     )
-    """Queries of ``recommend``, by source, model and kind of GPU, where it can be asked."""
+    """Queries to ask ``recommend``, by source, model and kind of GPU, if it can be asked."""
 
     @property
     def choices(self) -> list[Choice]:
-        """Every choice, of every table, length and model."""
+        """All choices of all tables, lengths and models."""
         return [choice for table in self.tables for _, choices in table.rows for choice in choices]
 
 
 def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
-    """Every table of the guide: in the order of the capacities, fewer GPUs first. Capacities stand
-    in one table if they are of one kind and number of GPUs, one source, one kind of training, and
-    of models of one native length, which have their lengths in common.
+    """Make all tables of a guide, in the order of the capacities, fewer GPUs first. A table holds
+    the capacities of one kind and number of GPUs, one source, one kind of training and one native
+    length, so that its models share the grid of lengths.
     """
     groups: dict[tuple[str, Source, str, int], dict[int, list[Capacity]]] = {}
     for each in capacities:
@@ -156,14 +156,14 @@ def training(capacity: Capacity) -> str:
 
 
 def _traits_of(capacity: Capacity) -> TrainerTraits | None:
-    """The traits of its trainer; None where nobody knows what that trains: a command, a script."""
+    """Traits of the trainer; None if it is unknown what it trains: a command or a script."""
     foreign = foreign_name(capacity.trainer)
     is_script = capacity.source == "measured" and foreign is not None and FOREIGN[foreign].is_typed
     return None if is_script else predicted_traits(capacity.trainer)
 
 
 def trained(capacity: Capacity) -> tuple[str, ...]:
-    """The parts of ``training``, but for what is packed into a micro-batch."""
+    """The parts of ``training`` without what is packed into a micro-batch."""
     settings = capacity.cell.settings
     left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
     traits = _traits_of(capacity)
@@ -171,7 +171,7 @@ def trained(capacity: Capacity) -> tuple[str, ...]:
     if capacity.source == "predicted" and REGISTRY[capacity.trainer].trains_by is not None:
         typed = f" ({predicted_as(capacity.trainer)})"
     title = f"{trainer_title(capacity.trainer)}{typed}"
-    if traits is None:  # what it trains, and how, is its own affair
+    if traits is None:  # unknown what it trains, and how
         return (title, *left)
     there = {"a critic": settings.critic, "entropy": settings.entropy != "none"}
     extras = " and ".join(name for name, is_there in there.items() if is_there)
@@ -182,14 +182,14 @@ def trained(capacity: Capacity) -> tuple[str, ...]:
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
-    """The longest length of a table that a model is known to fit, and its settings; None: none."""
+    """Longest length of a table that a model is known to fit, with its choice; None: none."""
     column = table.models.index(model_name)
     rows = ((tokens, choices[column]) for tokens, choices in reversed(table.rows))
     return next((row for row in rows if row[1].capacity is not None), None)
 
 
 def in_natural_order(names: Iterable[str]) -> tuple[str, ...]:
-    """The names, each once, numbers sorted as numbers: Qwen3-4B stands before Qwen3-14B."""
+    """Sort names with numbers as numbers, and drop repeats: Qwen3-4B comes before Qwen3-14B."""
 
     def parts(name: str) -> list[tuple[float, str]]:
         each = enumerate(re.split(r"(\d+(?:\.\d+)?)", name))
@@ -214,7 +214,7 @@ def _table(capacities: tuple[Capacity, ...]) -> GuideTable:
         native_length_tokens=first.native_length_tokens,
         capacities=capacities,
         models=tuple(of_model),
-        # the published lengths, to one row after the last that fits
+        # the published lengths, up to one row after the last that fits
         rows=tuple(
             (
                 tokens,
@@ -247,9 +247,9 @@ class _Found(NamedTuple):
     capacities: tuple[Capacity, ...]
     notes: tuple[str, ...]
     words: str
-    """The source as one types it after ``highwater guide``."""
+    """The source as it is typed after ``highwater guide``."""
     queries: Mapping[tuple[str, str, str], Query]
-    """Queries of ``recommend``, by the source's name, model and kind of GPU."""
+    """Queries to ask ``recommend``, by the source's name, model and kind of GPU."""
 
 
 def guide(
@@ -264,16 +264,15 @@ def guide(
     copies: Sequence[int] = (),
     trained: Mapping[str, Any] | None = None,
 ) -> Guide:
-    """The simplest settings that fit each length, on every kind and number of GPUs.
+    """Find the simplest settings that fit each length, on every kind and number of GPUs.
 
-    A source is a study, a table of known capacities (``.csv``) or an answer of
-    ``highwater predict --json`` (``.json``). ``predict`` names models whose capacities are
-    predicted by formula, on each of ``gpus``: ``"4xA100-80GB"``; without any, on this machine's.
-    ``gpu_memory`` is the memory of one, whichever they are, for a kind that no catalog has. It is
-    predicted of so many ``sequences_per_micro_batch``, with these degrees of ``ulysses`` and
-    ``ring`` and so many ``copies``; None, or none: as ``predict`` does by itself. ``trained`` are
-    settings after which something else is learned: ``{"lora": 32}``. Raises
-    HighwaterError for a source that cannot be read, and for what cannot be predicted.
+    A source is a study, a table of known capacities (``.csv``) or an answer of ``highwater predict
+    --json`` (``.json``). ``predict`` names models whose capacities the formula predicts, on each of
+    ``gpus``: ``"4xA100-80GB"``; default: this machine's. ``gpu_memory`` is the memory of one GPU,
+    of any kind, for kinds that are not in the catalog. ``sequences_per_micro_batch``, ``ulysses``,
+    ``ring`` and ``copies`` are those of the prediction; None or empty: as in ``predict``.
+    ``trained`` are settings that change what is trained: ``{"lora": 32}``. Raises HighwaterError
+    for a source that cannot be read, and for what cannot be predicted.
     """
     degrees = (("ulysses", ulysses), ("ring", ring), ("copies", copies))
     named: dict[str, Any] = {name: list(numbers) for name, numbers in degrees if numbers}
@@ -308,7 +307,7 @@ def guide(
 def _check_models(
     found: Iterable[Capacity], words: str, models: dict[str, tuple[str | None, str, str]]
 ) -> None:
-    """Raise UsageError where a name that is known already stands for another model."""
+    """Raise UsageError if one name stands for two models with unlike configurations."""
     for each in found:
         if each.config_digest is None:
             continue
@@ -378,7 +377,7 @@ def _asked(
 
 
 def _assumed(memory_limit: MemoryLimit) -> dict[str, str]:
-    """Assumptions of a prediction by flag, except reserved memory, which is in the GPU's name."""
+    """Assumptions of a prediction, by flag; reserved memory is left out: the GPU's name has it."""
     host = memory_limit.host_bytes
     found: dict[str, str] = {}
     if host is not None and memory_limit.usual_host is None:
@@ -391,7 +390,7 @@ def _assumed(memory_limit: MemoryLimit) -> dict[str, str]:
 def _predictions(
     models: Sequence[str], gpus: Sequence[str], settings: Mapping[str, Any]
 ) -> Iterator[_Found]:
-    """Predict each model on each of the GPUs, with ``settings`` as keywords of ``predict``."""
+    """Predict each model on each of the GPUs; ``settings``: keywords of ``predict``."""
     given = {name: value for name, value in settings.items() if value not in (None, OURS)}
     typed = words_of(given)
     for where in gpus or (None,):

@@ -1,5 +1,5 @@
 """The guide as a page, as Markdown and as rows: its tables, its bars and the sentences that depend
-on it. The template ``guide.j2`` has the rest.
+on its content. The template ``guide.j2`` has the rest.
 """
 
 import math
@@ -44,7 +44,7 @@ from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.units import format_seconds, format_tokens
 
 PAGE = ".html"
-"""The end of a guide's name that makes it a page."""
+"""Suffix of a guide that is written as a page."""
 _ENDS = (PAGE, ".md")
 _STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
 _HF_WEIGHTS = {
@@ -54,23 +54,23 @@ _HF_WEIGHTS = {
 }
 _NOTHING_SET = simplicity(Cell(layout=Layout(), settings=Settings()))
 _LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
-"""Rows beyond which equal ones are joined, and factors listed; published tables are shorter."""
+"""Rows above which equal ones are joined, and factors listed; published tables are shorter."""
 
 
 class Section(NamedTuple):
-    """Tables about one kind of GPU, one source, one kind of training and one native length."""
+    """Tables of one kind of GPU, one source, one kind of training and one native length."""
 
     heading: str
     tables: tuple[GuideTable, ...]
 
     @property
     def capacities(self) -> list[Capacity]:
-        """The capacities of all its tables."""
+        """Capacities of all tables of the section."""
         return [each for table in self.tables for each in table.capacities]
 
     @property
     def is_of_one_sequence(self) -> bool:
-        """True where each micro-batch has one sequence, not another trainer's token budget."""
+        """True if each micro-batch has one sequence, rather than another trainer's token budget."""
         packed = {
             (each.cell.settings.sequences_per_micro_batch, each.cell.settings.token_budget_tokens)
             for each in self.capacities
@@ -85,23 +85,22 @@ class Bar(NamedTuple):
     label: str
     text: str
     percent: float
-    """Length that was trained in full, in per cent of the longest bar of its section."""
+    """Length trained in full, in per cent of the longest bar of its section."""
     memory_only_percent: float
-    """Length that memory alone holds beyond, in the same per cent."""
+    """Further length that fits by memory alone, in the same per cent."""
 
 
 class LongContext(NamedTuple):
-    """The configuration of models of one native length past it."""
+    """How to configure models of one native length beyond that length."""
 
     configuration: str
     factors: str
-    """YaRN's factor for each length of the guide, in a sentence."""
+    """One sentence with YaRN's factor for each length of the guide."""
 
 
 def write_guide(path: str | Path, made: Guide) -> Path:
-    """Write a guide into a new file: ``.html`` as a page of its own, ``.md`` as Markdown. A page
-    needs nothing else. Raises HighwaterError for another name, and for a file that is there already
-    or cannot be written.
+    """Write a guide into a new file: ``.html`` as a self-contained page, ``.md`` as Markdown.
+    Raises HighwaterError for another suffix, and for a file that exists or cannot be written.
     """
     path = Path(path)
     check_guide_file(path)
@@ -111,7 +110,7 @@ def write_guide(path: str | Path, made: Guide) -> Path:
 
 
 def check_guide_file(path: Path) -> None:
-    """Raise UsageError for a file that no guide is written to; none is overwritten."""
+    """Raise UsageError for a suffix that no guide has, or a file that exists."""
     if path.suffix not in _ENDS:
         hint = (
             f"end it in {' or '.join(_ENDS)}: `-o {shlex.quote(free_name(f'{path.stem}{PAGE}'))}`"
@@ -124,12 +123,12 @@ def check_guide_file(path: Path) -> None:
 
 
 def guide_markdown(guide: Guide) -> str:
-    """Write the whole document."""
+    """Return the guide as a Markdown document."""
     return _drawn(guide, (), "md")
 
 
 def guide_page(guide: Guide, chosen: Sequence[ChooserPlace] = ()) -> str:
-    """Write the whole page, with a chooser among the ``chosen`` places."""
+    """Return the guide as an HTML page, with a chooser among the ``chosen`` places."""
     return _drawn(guide, chosen, "html")
 
 
@@ -180,7 +179,7 @@ def _drawn(guide: Guide, places: Sequence[ChooserPlace], form: Literal["html", "
 
 
 def _opening(places: Sequence[ChooserPlace]) -> str:
-    """The answer that the chooser opens with; empty without one."""
+    """Answer that the chooser shows first; empty without a chooser."""
     if not places:
         return ""
     place = next((each for each in places if each.longest_tokens is not None), places[0])
@@ -193,7 +192,7 @@ def _opening(places: Sequence[ChooserPlace]) -> str:
 
 
 def sections(guide: Guide) -> list[Section]:
-    """Sections of the guide, in its order."""
+    """Group the guide's tables into sections, in their order."""
 
     def heading(table: GuideTable) -> str:
         native = format_tokens(table.native_length_tokens)
@@ -221,7 +220,7 @@ def _bars(section: Section) -> list[Bar]:
 
 
 def rungs(capacities: Sequence[Capacity]) -> Iterator[TextTable]:
-    """The capacities of each rung, the simplest first, by number of GPUs and degree."""
+    """Yield a table for each rung, the simplest first: capacities by number of GPUs and degree."""
     models = in_natural_order(each.model_name for each in capacities)
 
     def order(settings: Settings) -> tuple[tuple[int, ...], str]:
@@ -246,7 +245,7 @@ def rungs(capacities: Sequence[Capacity]) -> Iterator[TextTable]:
 
 
 def _figure(capacities: Sequence[Capacity]) -> str:
-    """The text of one cell's capacities; empty where nothing was tried."""
+    """Text of one cell's capacities; empty if none is known."""
     telling = (
         each for each in capacities if not any(_says_more(other, each) for other in capacities)
     )
@@ -256,7 +255,7 @@ def _figure(capacities: Sequence[Capacity]) -> str:
 
 
 def _says_more(one: Capacity, other: Capacity) -> bool:
-    """True where the other adds nothing to the one."""
+    """True if ``one`` says all that ``other`` does."""
     if one.is_memory_only and not other.is_memory_only:
         return False
     if other.does_not_fit_tokens is not None and other.does_not_fit_tokens <= one.capacity_tokens:
@@ -286,24 +285,24 @@ def longest(table: GuideTable, model_name: str) -> tuple[Capacity | None, Capaci
 
 
 def best_text(table: GuideTable, model_name: str) -> str:
-    """The longest length trained in full, and beside it any longer one that memory alone holds."""
+    """The longest length trained in full, and any longer one that fits by memory alone."""
     return _figure([each for each in longest(table, model_name) if each is not None])
 
 
 def reached_text(table: GuideTable, model_name: str) -> str:
-    """The length that a model reaches: ``262,144, 671,744 memory-only``; in words if it is none."""
+    """Longest length of a model: ``262,144, 671,744 memory-only``; ``none`` and such in words."""
     text = best_text(table, model_name).replace("*", "")
     return {"": "not tried", "-": "none", "?": "unknown"}.get(text, text)
 
 
 def summary(table: GuideTable) -> str:
-    """The length that each model reaches, and its kind of figure, in one line."""
+    """One line with the longest length of each model and the table's source."""
     reached = (f"{name} {reached_text(table, name)}" for name in table.models)
     return f"longest context known to fit, {table.source}: {'; '.join(reached)}"
 
 
 def glance_tables(guide: Guide) -> Iterator[TextTable]:
-    """The length that every model reaches by number of GPUs, a table for each section."""
+    """Yield a table for each section: longest length of every model by number of GPUs."""
     for section in sections(guide):
         models = in_natural_order(name for table in section.tables for name in table.models)
         yield _by_gpus(section.heading, section.tables, models, best_text)
@@ -315,13 +314,13 @@ def _by_gpus(
     models: Sequence[str],
     figure: Callable[[GuideTable, str], str],
 ) -> TextTable:
-    """A row for each number of GPUs, and a column for each model."""
+    """Table with a row for each number of GPUs and a column for each model."""
     rows = ((str(table.gpus), *(figure(table, name) for name in models)) for table in tables)
     return TextTable(title=title, columns=("GPUs", *models), rows=tuple(rows), left_columns=0)
 
 
 def only_with_offload(table: GuideTable) -> str:
-    """A sentence that names models which fit nothing without offload; empty where there is none."""
+    """Sentence that names models which need offload at the shortest length; empty if none does."""
     names = [
         each.model_name
         for each in table.rows[0][1]
@@ -331,7 +330,7 @@ def only_with_offload(table: GuideTable) -> str:
 
 
 def only_tried(table: GuideTable) -> str:
-    """Say what was tried of models that begin with something set; empty if none does."""
+    """Sentence on models for which nothing as simple as unset settings was tried; empty if none."""
     tried: dict[str, list[str]] = {}
     for name in table.models:
         own = {each.cell for each in table.capacities if each.model_name == name}
@@ -344,7 +343,7 @@ def only_tried(table: GuideTable) -> str:
 
 
 def choice_table(table: GuideTable) -> TextTable:
-    """Lengths by models; ``?`` after an entry where something simpler may fit."""
+    """Settings by length and model; ``?`` after an entry if simpler settings may fit."""
     return TextTable(
         title=f"simplest settings by length and model, {table.gpus_in_words}, {table.source}",
         columns=("max_model_len", *table.models),
@@ -356,7 +355,7 @@ def choice_table(table: GuideTable) -> TextTable:
 
 
 def joined(table: TextTable) -> TextTable:
-    """A long table with neighbouring rows that say the same as one: ``4,096 – 40,960``."""
+    """Join equal neighbouring rows of a long table into one row: ``4,096 – 40,960``."""
     if len(table.rows) <= _LONG_TABLE_ROWS:
         return table
     rows: list[tuple[str, ...]] = []
@@ -368,7 +367,7 @@ def joined(table: TextTable) -> TextTable:
 
 
 def long_contexts(guide: Guide) -> Iterator[LongContext]:
-    """Long contexts for each native length."""
+    """Yield the long-context configuration for each native length."""
     for native in dict.fromkeys(table.native_length_tokens for table in guide.tables):
         own = [table for table in guide.tables if table.native_length_tokens == native]
         rows = (row for table in own for row in table.rows)
@@ -387,7 +386,7 @@ def long_contexts(guide: Guide) -> Iterator[LongContext]:
 
 
 def _long_context(model_path: str, native_length_tokens: int) -> str:
-    """The model's part of a Trinity-RFT configuration past the native length."""
+    """The model part of a Trinity-RFT configuration beyond the native length."""
     factor = f"${{oc.decode:${{oc.env:FACTOR}}}}  # MAX_MODEL_LEN / {native_length_tokens}"
     block = yarn_parameters(factor, native_length_tokens=native_length_tokens)
     scaling = "".join(f"\n    {name}: {value}" for name, value in block.items())
@@ -400,14 +399,14 @@ model:
 
 
 def _model_path(model_name: str) -> str:
-    """An example path in a configuration; text from outside is in it only where it is harmless."""
+    """Example path for a configuration; text from outside is in it only where it is harmless."""
     if not re.fullmatch(r"[0-9A-Za-z][\w.-]*", model_name, re.ASCII):
         return "/path/to/model"
     return f"Qwen/{model_name}" if model_name.startswith("Qwen") else f"/path/to/{model_name}"
 
 
 def budget_table(guide: Guide) -> TextTable:
-    """Default and least token budgets at the longest length of the guide."""
+    """Table of default and least token budgets at the longest length of the guide, by degree."""
     reached = (farthest(table, name) for table in guide.tables for name in table.models)
     tokens = max((found[0] for found in reached if found), default=PUBLISHED_STEP_TOKENS)
     layouts = (each.cell.layout for table in guide.tables for each in table.capacities)
@@ -423,7 +422,7 @@ def budget_table(guide: Guide) -> TextTable:
 
 
 def origin_table(guide: Guide) -> TextTable:
-    """Every file and prediction with what its figures are, and what was found there."""
+    """Table of every source with the kind of its figures, and what was found there."""
     found: dict[tuple[str, Source], list[Capacity]] = {}
     for table in guide.tables:
         for each in table.capacities:
@@ -445,8 +444,8 @@ def origin_table(guide: Guide) -> TextTable:
 def choice_speed(
     guide: Guide, table: GuideTable, choice: Choice, length_tokens: int
 ) -> PredictedStep | None:
-    """The time of a step with what the guide names for a length. None where nothing fits, of
-    another trainer, of a model that nobody has the shape of, and of GPUs whose rates nobody knows.
+    """Predicted time of a step with the guide's choice for a length. None if nothing fits, for
+    another trainer, for a model without a known shape, and for GPUs without known rates.
     """
     found = choice.capacity
     if found is None or found.trainer != OURS:
@@ -466,7 +465,7 @@ def choice_speed(
 
 
 def speed_tables(guide: Guide) -> Iterator[TextTable]:
-    """GPUs by models at the longest lengths, of each section whose speed can be predicted."""
+    """Yield tables of speed at the longest lengths, for sections whose speed is predicted."""
 
     def figure(table: GuideTable, model_name: str) -> str:
         """``1,038 at 1,044,480: 33m 33s a step``."""
@@ -489,7 +488,7 @@ def speed_tables(guide: Guide) -> Iterator[TextTable]:
 
 
 def guide_rows(guide: Guide) -> list[dict[str, str | int | float | None]]:
-    """Rows with the published columns, a row's source, and its predicted speed if known."""
+    """Rows with the published columns, the source, and the predicted speed if it is known."""
     return [
         {
             "gpu": table.device_name,

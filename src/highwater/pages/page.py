@@ -1,7 +1,7 @@
-"""Pages that need nothing else: the frame of all, in which text from outside stays text.
+"""Self-contained pages: the frame of all, in which text from outside stays text.
 
-A page is handed around, and no folder of the machine that made it is on it: a path is relative
-below the working folder, begins with ``~`` below one's home, and else has its last two parts.
+A page is handed around, so that no folder of the machine that made it is shown: a path is relative
+below the working folder, begins with ``~`` below the user's home, and else has its last two parts.
 """
 
 import base64
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/:@…<-])/(?:[\w.@+-]+/)+[\w.@+-]*")
 _SYSTEM = ("/bin/", "/dev/", "/path/", "/proc/", "/sys/", "/usr/bin/")
-"""Folders that every machine has alike, such as a script's, and ``/path/to/model``."""
+"""Folders that are alike on every machine, such as a script's, and ``/path/to/model``."""
 _KEPT_PARTS = 2
 
 
 def without_folders(text: str) -> str:
-    """The text with every absolute path in it shortened; all else as it is.
-    ``/home/me/here/a.jsonl`` is ``a.jsonl`` where one stands in ``/home/me/here``, ``~/here/…`` of
-    one's own home elsewhere; ``/opt/site-packages/torch/nn/linear.py`` is ``…/nn/linear.py``.
+    """Shorten every absolute path in a text: ``/home/me/here/a.jsonl`` becomes ``a.jsonl`` if the
+    working folder is ``/home/me/here``, else ``~/here/a.jsonl`` if the home is ``/home/me``, and
+    ``/opt/site-packages/torch/nn/linear.py`` becomes ``…/nn/linear.py``.
     """
     if "/" not in text:
         return text
     here, home = str(Path.cwd()), os.environ.get("HOME", "")
-    known = [(here, "")] if here != "/" else []  # what is nobody else's
+    known = [(here, "")] if here != "/" else []  # a working folder of `/` would shorten every path
     known += [(home.rstrip("/"), "~/")] if home.count("/") and home != "/" else []
     for folder, instead in known:
         text = re.sub(rf"(?<![\w.~/-]){re.escape(folder)}/", instead, text)
@@ -59,7 +59,7 @@ Form = Literal["html", "md", "text"]
 
 
 def drawn_page(template: str, /, *, form: Form = "html", **values: object) -> str:
-    """A template's page as HTML or Markdown, escaped but for ``own`` text; ``text`` is plain."""
+    """Render a template as HTML, Markdown or plain text, escaping all values but ``own`` text."""
     text = _templates(form).get_template(template).render(values, form=form)
     if form == "html":
         return text
@@ -67,7 +67,7 @@ def drawn_page(template: str, /, *, form: Form = "html", **values: object) -> st
 
 
 def template_lines(template: str, macro: str, /, **values: object) -> tuple[str, ...]:
-    """The list that a macro of a template writes, an item of it a line: ``- `` begins an item."""
+    """Render a template's macro that writes a list, and return its items, each on one line."""
     module = _templates("text").get_template(template).make_module(values)
     items = re.split(r"^- ", getattr(module, macro)(), flags=re.MULTILINE)
     return tuple(str(_on_one_line(item)) for item in items[1:])
@@ -75,7 +75,7 @@ def template_lines(template: str, macro: str, /, **values: object) -> tuple[str,
 
 @lru_cache
 def _templates(form: Form) -> "Environment":
-    # here, for whoever shows no page
+    # imported here: only pages need it
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     made: Callable[[str], str] = {
@@ -117,11 +117,11 @@ def _templates(form: Form) -> "Environment":
 
 
 _LINE_END = "\0"
-"""A line end of what is fenced, whose blank lines stay until others are gone; text has none."""
+"""Line end inside fenced text, which keeps its blank lines; texts never contain it."""
 
 
 def _made_safe(text: str) -> Markup:
-    """Text whose parts are escaped, or that a fence keeps."""
+    """Mark text as safe whose parts are escaped already, or that a fence encloses."""
     return Markup(text)  # noqa: S704
 
 
@@ -130,20 +130,20 @@ def _on_one_line(text: str) -> Markup:
 
 
 def page_script(name: str) -> Markup:
-    """A script of this folder, as a page has it in an element."""
+    """Read a script of this folder for an HTML element."""
     text = (files("highwater.pages") / "templates" / name).read_text(encoding="utf-8")
     return _made_safe(text)
 
 
 def script_text(text: str) -> Markup:
-    """A JSON document, no character of which means anything in HTML."""
+    """JSON with ``<``, ``>`` and ``&`` escaped, so that HTML reads nothing in it."""
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return _made_safe(text)
 
 
 def paths_shortened(value: Any) -> Any:
-    """The same, without folders in any of its texts."""
+    """Shorten the paths in all texts of a value."""
     if isinstance(value, str):
         return without_folders(value)
     if isinstance(value, Mapping):
@@ -152,11 +152,11 @@ def paths_shortened(value: Any) -> Any:
 
 
 def digest(script: str) -> str:
-    """Digest by which the page's Content-Security-Policy allows that script."""
+    """Digest by which a page's Content-Security-Policy allows a script."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def own(text: str) -> Markup:
-    """Our own text: escaped, then ``code`` and **bold** as they are meant."""
+    """Escape a text of ours, and render its ``code`` and **bold**."""
     marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(str(_on_one_line(text)))))
     return _made_safe(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked))

@@ -1,6 +1,6 @@
-"""A prediction, or a recommendation, in a sentence or two: what fits, with which settings, what is
-left, how fast it is. Then tables of predictions: capacities by rung, bytes by term, and how many
-cells of a known table one hits; and the caveat below them, or all notes (``prediction.txt.j2``).
+"""Predictions and recommendations in sentences: what fits, with which settings, what is left, how
+fast it is. Then tables: capacities by rung, bytes by term, hits against a known table; and the
+caveat below a table, or all notes (``prediction.txt.j2``).
 """
 
 import re
@@ -53,11 +53,11 @@ _LACKS = {
     "rollout": "of vLLM's KV cache for one sequence (`--gpu-memory-utilization`)",
 }
 _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Tight", None: "Yes"}
-"""The first word of an answer about one length; without a risk, of files before there were any."""
+"""First word of an answer about one length; older files have no risk."""
 
 
 def in_lines(answer: str) -> str:
-    """The answer with a line for settings that are long, for the longest, for what would fit."""
+    """Break the answer into lines: before long settings, the longest length, what would fit."""
     return re.sub(
         r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is)", "\n", answer
     )
@@ -103,7 +103,7 @@ def _answered(prediction: Prediction, answer: CellPrediction, by: str, more: str
     usual = (limit.host_bytes, limit.usual_host)
 
     def told(first: str, each: CellPrediction, length_tokens: int) -> str:
-        return _told(
+        return _sentences_on(
             *(f"{first} on {where}", each, *usual),
             by=by,
             peaks=_peak_phase(prediction, each),
@@ -127,14 +127,14 @@ def _answered(prediction: Prediction, answer: CellPrediction, by: str, more: str
         said += "" if fails is None else f" {format_tokens(fails)} do not fit."
         return f"{said}{_on_gpus(prediction, simplest)}"
     said = told(f"{first} (longest: {reach})", simplest, native)
-    how, facts, host = _trained(answer, *usual, is_scaled=True, is_second=True)
+    how, facts, host = _facts_of(answer, *usual, is_scaled=True, is_second=True)
     how = how.removeprefix(f"{shared_training([simplest.cell.settings])}, ")
     what = ", ".join(filter(None, (facts, host)))
     return f"{said} The longest is {reach} tokens with {how}: {what}.{_beside(prediction, answer)}"
 
 
 def _of_small_batches(prediction: Prediction) -> str:
-    """Say, beside a bill, that more sequences at a time cost less where a GPU has few tokens."""
+    """Advise more sequences at a time, beside a cost, if a GPU's micro-batch has few tokens."""
     length_tokens, cell = prediction.length_tokens, prediction.explained.cell
     if prediction.cost is None or length_tokens is None:
         return ""
@@ -165,12 +165,12 @@ def choice_answer(choice: "GpuChoice") -> str:
         f"of these to train {model} at {tokens}{dollars}"
     )
     host = (best.host_memory_bytes, best.usual_host)
-    said = _told(first, best.trained, *host, by="predicted", is_scaled=is_scaled)
+    said = _sentences_on(first, best.trained, *host, by="predicted", is_scaled=is_scaled)
     return f"{said}{_of_objective(best.trained.cell, choice.trainer)}"
 
 
 def choice_table(choice: "GpuChoice") -> TextTable:
-    """A row for each kind of GPUs, the cheapest first."""
+    """Table with a row for each kind of GPU, the cheapest first."""
     trained = shared_training(e.trained.cell.settings for e in choice.offers if e.trained)
     return table_of(
         f"{plain(choice.model_name)}, {format_tokens(choice.length_tokens)} tokens"
@@ -198,7 +198,7 @@ def _dollars(amount: float | None) -> str:
 
 
 def _of_objective(cell: Cell, trainer: AnyTrainer) -> str:
-    """Say that lengths are of one sequence of a pair, and how many sequences a micro-batch has."""
+    """Say if lengths are of one sequence of a pair, and how many sequences a micro-batch has."""
     traits, rows = cell.settings.traits, cell.settings.sequences_per_micro_batch
     known = predicted_traits(trainer)
     if traits.documents_together == 2:
@@ -258,11 +258,11 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
     first += f"{plain(found.model_name)} trains {tokens} on {_where(found, target)}"
     first += more and f" ({more})"
     host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
-    return _told(first, chosen, *host, by=by, is_scaled=is_scaled)
+    return _sentences_on(first, chosen, *host, by=by, is_scaled=is_scaled)
 
 
 def _tokens(length_tokens: int, native: int) -> str:
-    """A length, and how many times the native one it is, where it is longer."""
+    """A length, and its multiple of the native length if it is longer."""
     times = f" ({length_tokens / native:.3g} x native {format_tokens(native)})"
     return f"{format_tokens(length_tokens)} tokens{times * (length_tokens > native)}"
 
@@ -296,7 +296,7 @@ def _gpus(found: Prediction | Recommendation) -> str:
 
 
 def _beside(prediction: Prediction, answer: CellPrediction) -> str:
-    """Say how far positions stretch, how far may fit with nothing spare, and on GPUs alone."""
+    """Say how far positions stretch, how far may fit with nothing to spare, and on GPUs alone."""
     said = ""
     if prediction.yarn_factor is not None:
         stretched = f"{prediction.yarn_factor:.3g} times: published models go up to {YARN_IN_USE}"
@@ -309,7 +309,7 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
 
 
 def _on_gpus(prediction: Prediction, answer: CellPrediction) -> str:
-    """Say how far the GPUs alone go, where the answer has something in host memory."""
+    """Say how far the GPUs alone go, if the answer keeps anything in host memory."""
     cells = prediction.cells
     on_gpus = [each.capacity_tokens for each in cells if not each.cell.settings.uses_host]
     if not answer.cell.settings.uses_host or not any(on_gpus):
@@ -324,7 +324,7 @@ def _nothing(
     others: Sequence[Alternative],
     changed: Recommendation | None,
 ) -> str:
-    """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
+    """Say that nothing fits, and what would, or else how much the nearest settings lack."""
     asked, shortest = prediction.length_tokens, prediction.explained.does_not_fit_tokens
     native = prediction.native_length_tokens
     what = f"at {_tokens(asked or shortest or 0, native)}{'' if asked else ' or more'}"
@@ -342,7 +342,7 @@ def _nothing(
 
 
 def _in_words(alternative: Alternative, *, is_scaled: bool) -> str:
-    """Say what would fit, with the flags that do it, or for other GPUs the settings."""
+    """Say what would fit: the flags to add, or for other GPUs the settings."""
     if alternative.kind in ("technique", "more host memory"):
         typed = " ".join(alternative.flags)
         return f"{plain(alternative.what)} (`{typed}`)" if typed else plain(alternative.what)
@@ -379,12 +379,12 @@ def _lacking(prediction: Prediction) -> str:
 
 
 def _lacking_bytes(predicted: CellPrediction) -> int:
-    """Bytes of a GPU that a cell lacks; its headroom tells where an older file has none."""
+    """Bytes of a GPU that a cell lacks, by its headroom if it is from an older file."""
     lacks_bytes = predicted.lacks_bytes
     return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
 
 
-def _told(
+def _sentences_on(
     first: str,
     found: CellPrediction | Candidate,
     host_memory_bytes: int | None,
@@ -394,17 +394,17 @@ def _told(
     peaks: str = "",
     is_scaled: bool,
 ) -> str:
-    """Say that something trains, how surely and how fast, with which settings and host memory;
-    ``peaks``: while its memory does.
+    """Sentences on a cell that trains: how surely and how fast, settings and host memory.
+    ``peaks``: the phase in which its memory peaks.
     """
     usual = host_memory_bytes, usual_host
-    how, facts, host = _trained(found, *usual, peaks=peaks, is_scaled=is_scaled)
+    how, facts, host = _facts_of(found, *usual, peaks=peaks, is_scaled=is_scaled)
     first += " and host memory" * found.cell.settings.uses_host
     said = f"{first}{': ' * bool(facts)}{facts}. {by[:1].upper()}{by[1:]}."
     return f"{said} With {how}{'; ' * bool(host)}{host}."
 
 
-def _trained(
+def _facts_of(
     found: CellPrediction | Candidate,
     host_memory_bytes: int | None,
     usual_host: str | None,
@@ -413,8 +413,8 @@ def _trained(
     is_scaled: bool,
     is_second: bool = False,
 ) -> tuple[str, str, str]:
-    """The settings; how sure, roomy and fast it is; and what it takes of host memory, if much.
-    Beside a first that has them, the second has neither a peak nor tokens in a second.
+    """Three texts: settings; risk, memory and speed; host memory, if much. ``is_second``: the
+    second cell of one answer, which is told without peak and tokens/s.
     """
     is_lowered, is_predicted = False, True
     if isinstance(found, Candidate):
@@ -447,7 +447,7 @@ def _trained(
 
 
 def _of_host(host_bytes: int | None, machine: str | None, settings: Settings) -> str:
-    """Say, where something lives there, how much host memory is assumed, or that nobody said."""
+    """Say how much host memory is assumed, if settings use it, or that it is unknown."""
     if not settings.uses_host or machine == THIS_MACHINE:
         return ""
     if host_bytes is None:
@@ -460,9 +460,9 @@ _OF_A_RISK: dict[Risk | None, str] = {
     "likely": "likely: even the pessimistic end fits, but little is left",
 }
 _FEW_TOKENS = 4096
-"""Tokens of a GPU's micro-batch below which its products are too small to keep it busy."""
+"""Tokens of a GPU's micro-batch below which its matrix products are too small to keep it busy."""
 _UNLIKE_NAMED = 4
-"""Things that nobody has measured, of which each is named."""
+"""Most unmeasured properties that a caveat names one by one."""
 
 
 def caveat(
@@ -472,8 +472,8 @@ def caveat(
     unlike: Sequence[str],
     star: Sequence[str],
 ) -> str:
-    """The one line below a table: that little is left, or what of the ``cells`` nobody has measured
-    (``unlike``), else where more is said. ``star`` comes first: what a star in the table means.
+    """The caveat below a table: that little is left, or which properties of the ``cells`` were
+    never measured (``unlike``); else where to read more. ``star``: what a star in the table means.
     """
     says, then = "`--explain` says how good such answers were", ""
     here = () if answer is None else unlike_cell(unlike, answer.cell, cells)
@@ -488,14 +488,14 @@ def caveat(
 
 
 def star_of_yarn(longest_tokens: int, native_length_tokens: int) -> tuple[str, ...]:
-    """Say what a star means, where the longest length of a table is past the native one."""
+    """Say what a star means, if the longest length of a table is past the native length."""
     if longest_tokens <= native_length_tokens:
         return ()
     return (f"* past the native length of {format_tokens(native_length_tokens)}: YaRN",)
 
 
 def assumed_host(host_bytes: int | None, machine: str | None) -> tuple[str, ...]:
-    """Say whose host memory is taken because nobody said how much there is."""
+    """Say how much host memory is assumed, and whose, because the user gave none."""
     if machine is None or host_bytes is None:
         return ()
     size = format_bytes(host_bytes)
@@ -507,7 +507,7 @@ def assumed_host(host_bytes: int | None, machine: str | None) -> tuple[str, ...]
 
 
 _LONGEST_BAR = 16
-"""Characters."""
+"""Length of the longest bar in characters."""
 _METHODS: dict[PredictionMethod, str] = {"formula": "formula", "trace": "traced steps, replayed"}
 _BINDINGS: dict[Binding, str] = {
     "device": "GPU memory",
@@ -565,18 +565,18 @@ def prediction_table(
 
 
 _MOST_SHOWN = 5
-"""Rows of an answer without a length; with one, whose sentence says more, fewer."""
+"""Most rows of an answer without a length. With a length, whose sentence says more, two fewer."""
 
 
 def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPrediction]:
-    """The simplest cell, the longest and the frontier between them, of which those that gain least
-    on the one before make room for the others (but not if ``is_every``).
+    """The simplest cell, the longest, and the frontier between them. Of many, cells that gain least
+    on the one before are left out, unless ``is_every``.
     """
     ends = (prediction.simplest.cell, prediction.explained.cell)
     shown = [each for each in prediction.cells if each.is_on_frontier or each.cell in ends]
     shown.sort(key=lambda each: (each.capacity_tokens, each.headroom_bytes))
     most = _MOST_SHOWN if prediction.length_tokens is None else _MOST_SHOWN - 2
-    most = 2 if prediction.answer is None else most  # the sentence says what would fit
+    most = 2 if prediction.answer is None else most  # the answer's sentences say what would fit
     most = most if prediction.memory_limit.rollout is None else len({*ends})  # a table follows
     while len(shown) > most and not is_every:
         gains = [
@@ -612,7 +612,7 @@ def _footnotes(
 
 
 def term_table(predicted: CellPrediction) -> TextTable:
-    """Bytes by term of each phase, with bars of one peak; a trace's largest kinds of tensors."""
+    """Table of bytes by term in each phase, with bars for one; of a trace, by kind of tensor."""
     if predicted.replayed is not None:
         return _tensor_table(predicted, predicted.replayed)
     footprint = predicted.footprint
@@ -649,8 +649,8 @@ def term_table(predicted: CellPrediction) -> TextTable:
 
 
 def rollout_tables(prediction: Prediction) -> tuple[TextTable, ...]:
-    """The two bars of the explained cell, which are never added up: what a GPU holds while a
-    rollout generates, and while the step trains. No table without a rollout.
+    """Two tables of a GPU's bytes in the explained cell: while a rollout generates, and while the
+    step trains. They are never added up. Empty without a rollout.
     """
     told, asked = prediction.explained, prediction.memory_limit.rollout
     footprint, rollout = told.footprint, told.footprint.rollout
@@ -685,7 +685,7 @@ def rollout_tables(prediction: Prediction) -> tuple[TextTable, ...]:
 
 
 def _peak_phase(prediction: Prediction, cell: CellPrediction) -> str:
-    """What the GPUs do when their memory peaks; empty where no rollout shares them."""
+    """Phase in which the GPUs' memory peaks; empty if no rollout shares them."""
     footprint, asked = cell.footprint, prediction.memory_limit.rollout
     if asked is None or asked.own_gpus or footprint.rollout is None:
         return ""
@@ -698,8 +698,8 @@ def _bar(size: int, largest: int) -> str:
 
 
 def data_answer(found: "DataLengths") -> str:
-    """Say which length holds nearly all documents whole and how far the GPUs train; then what a
-    length keeps of the tokens, what the next one does, and what they take: a line each.
+    """Say which length holds 99 % of the documents whole, and how far the GPUs train. Further
+    lines: how many are cut, what two lengths keep of the tokens, and the time and cost of a pass.
     """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
     documents, held = counted(found.documents, "document"), format_tokens(found.whole_tokens)
@@ -747,14 +747,14 @@ def data_answer(found: "DataLengths") -> str:
 
 
 def _of(kept: "KeptLength", found: "DataLengths") -> str:
-    """The share of the tokens that a length keeps, which is all only where nothing is cut."""
+    """Share of the tokens that a length keeps; ``all`` only if nothing is cut."""
     is_all = kept.kept_tokens == found.tokens
     return "all" if is_all else f"{min(0.999, kept.kept_tokens / found.tokens):.1%}"
 
 
 def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
-    """A histogram of the documents, what each length keeps of them, and what a pass takes. Where
-    they are trained, of the next length after what is enough and of some before, or ``is_whole``.
+    """Table of the documents by length, what each length keeps of them, and the time of a pass. If
+    they are trained: the length that is enough, a few before it and the next, or ``is_whole``.
     """
     before = dict(zip(found.lengths[1:], (e.documents for e in found.lengths), strict=False))
     own = {each: each.documents - before.get(each, 0) for each in found.lengths}
@@ -807,7 +807,7 @@ def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
 
 
 def accuracy_table(table_accuracy: TableAccuracy, *, name: str) -> TextTable:
-    """A row of hits and near hits for each rung of a known table; each miss in a footnote."""
+    """Table of hits and near hits for each rung of a known table; footnotes name each miss."""
     closed = {row.settings: row for row in table_accuracy.closed_form}
     replayed = table_accuracy.replayed_cells
     is_replayed = MEMORY[table_accuracy.trainer].replay is not None
@@ -847,24 +847,24 @@ def _title(prediction: Prediction) -> str:
 
 
 def _fits(predicted: CellPrediction) -> str:
-    """Say how sure one length is: ``safe`` to ``tight``, or ``no``, and what lacks beside a GPU."""
+    """How surely a length fits: ``safe`` to ``tight``, or ``no`` and what lacks beside a GPU."""
     if predicted.risk is None:
         has_room = predicted.headroom_bytes >= 0 and predicted.binding != "ceiling"
         no = f"no: {_BINDINGS[predicted.binding]}" if has_room else "no"
         return "yes" if predicted.capacity_tokens else no
     if not predicted.capacity_tokens and predicted.risk == "safe":
-        return "no"  # it leaves less than was asked for
+        return "no"  # it leaves less than the headroom that was asked for
     return predicted.risk
 
 
 def _least(predicted: CellPrediction, native_length_tokens: int) -> str:
-    """``≥`` before a longest length above which none was asked about, and some could be."""
+    """``≥`` if no longer length was asked about, and a longer one could be."""
     tokens, is_last = predicted.capacity_tokens, predicted.does_not_fit_tokens is None
     return "≥" if tokens and is_last and tokens != native_length_tokens else ""
 
 
 def _reach(each: CellPrediction, native: int) -> str:
-    """The longest length; where none leaves the headroom, what may fit, and how sure that is."""
+    """Longest length; if none leaves the headroom, what may fit and how surely."""
     if not each.capacity_tokens and each.risk is not None:
         return f"{_length(each.likely_edge_tokens, native)}, {each.risk}"
     return f"{_least(each, native)}{_length(each.capacity_tokens, native)}"
@@ -876,7 +876,7 @@ def _length(tokens: int, native_length_tokens: int) -> str:
 
 
 def _device_memory(predicted: CellPrediction) -> str:
-    """The interval of the GPU's memory; without one the prediction itself."""
+    """Interval of the GPU's memory; the prediction itself without one."""
     ends = predicted.interval
     if ends is None:
         return format_bytes(predicted.device_used_bytes)

@@ -18,7 +18,7 @@ from highwater.pages.text import plain
 from highwater.units import counted, format_bytes
 
 _PLACES = 12
-"""Places that a terminal shows; a page and JSON have more."""
+"""Places that a terminal shows; a page and JSON show more."""
 
 
 def answer(profile: MemoryProfile) -> str:
@@ -43,7 +43,7 @@ def _in(profile: MemoryProfile) -> str:
 
 
 def category_table(profiles: Sequence[MemoryProfile]) -> TextTable:
-    """A row for each category that was alive; for two profiles with the difference."""
+    """Table of the categories that were alive; for two profiles, with the difference."""
     notes = [
         f"{plain(profile.name)}: {line}" if len(profiles) > 1 else line
         for profile in profiles
@@ -108,7 +108,7 @@ def _notes(profile: MemoryProfile) -> tuple[str, ...]:
 
 
 def place_table(profile: MemoryProfile, *, most: int = _PLACES) -> TextTable:
-    """Memory that was alive, by the line that asked for it, the largest first."""
+    """Table of the memory that was alive by the line that allocated it, the largest first."""
     places = profile.places[:most]
     rest = profile.allocated_bytes - sum(each.bytes for each in places)
     return table_of(
@@ -124,7 +124,7 @@ def place_table(profile: MemoryProfile, *, most: int = _PLACES) -> TextTable:
 
 
 def stack_heading(stack: InStack, profile: MemoryProfile) -> str:
-    """A heading with what a stack asked for, and its innermost frame."""
+    """Heading of a stack: its bytes and tensors, and its innermost frame."""
     innermost = plain(stack.frames[0]) if stack.frames else "no stack"
     phase = f", in {plain(stack.phase)}" if stack.phase else ""
     return (
@@ -134,7 +134,7 @@ def stack_heading(stack: InStack, profile: MemoryProfile) -> str:
 
 
 def profile_page(profiles: Sequence[MemoryProfile]) -> str:
-    """Write the whole page for one or two profiles. Everything from a snapshot is escaped."""
+    """Return the page for one or two profiles; everything from a snapshot is escaped."""
     width = WIDTHS[len(profiles)]
     points = [point for profile in profiles for point in profile.timeline]
     most_bytes = max((sum(point.bytes) for point in points), default=0)

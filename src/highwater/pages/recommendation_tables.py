@@ -1,5 +1,5 @@
-"""Tables of a recommendation: the rung to take, why not simpler ones, what the next would buy, or
-every rung that fits; and a taken folder's page, whose prose is in ``check.j2``.
+"""Tables of a recommendation: the rung to take, why not simpler ones, what longer ones would gain,
+or every rung that fits; and the page of a written folder, whose prose is in ``check.j2``.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from highwater.units import format_bytes, format_seconds, format_tokens
 
 _TEMPLATE = "recommendation.txt.j2"
 _ROWS_BESIDE = 2
-"""Longer settings that an answer shows beside those to take."""
+"""Number of settings with longer lengths that an answer shows beside those to take."""
 NEXT_SHOWN = 3
-"""Rungs shown that train longer than what was shown before them."""
+"""Number of rungs shown that each train longer than the one before."""
 _LACKING = {"device": "of a GPU", "host": "of host memory"}
 
 
@@ -58,7 +58,7 @@ def _costs_of(found: Recommendation) -> Column[Candidate]:
 def recommendation_tables(
     found: Recommendation, *, is_explained: bool = False
 ) -> tuple[TextTable, ...]:
-    """All tables in reading order, then a caveat, or all of them if ``is_explained``."""
+    """All tables in reading order, with one caveat, or all notes if ``is_explained``."""
     if predicted_traits(found.trainer) is None:
         return (_tried_table(found),)
     tables = [] if found.chosen is None else [_chosen_table(found, found.chosen)]
@@ -67,8 +67,8 @@ def recommendation_tables(
 
 
 def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable:
-    """The settings to take between simpler ones, of which the nearest comes first to mind, and the
-    next that train longer; then a caveat. ``is_whole``: all simpler ones, and what each costs.
+    """Table of the settings to take, between the nearest simpler ones and the next that train
+    longer, with a caveat. ``is_whole``: all simpler ones, and the costs of each.
     """
     if predicted_traits(found.trainer) is None:
         return _tried_table(found)
@@ -114,7 +114,7 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
 
 
 def _tried_table(found: Recommendation) -> TextTable:
-    """All that studies of a foreign trainer tried at a length, the simplest first."""
+    """Table of all that studies of a foreign trainer tried at a length, the simplest first."""
     return table_of(
         f"{_title(found)}: measured",
         found.candidates,
@@ -127,7 +127,7 @@ def _tried_table(found: Recommendation) -> TextTable:
 
 
 def rung_list(found: Recommendation, *, is_explained: bool = False) -> TextTable:
-    """All settings that fit, the simplest first, with what each costs."""
+    """Table of all settings that fit, the simplest first, with the costs of each."""
     return table_of(
         f"{_title(found)}: all settings that fit",
         [candidate for candidate in found.candidates if candidate.fits],
@@ -144,7 +144,7 @@ def rung_list(found: Recommendation, *, is_explained: bool = False) -> TextTable
 
 
 def next_rungs(found: Recommendation) -> tuple[Candidate, ...]:
-    """The next rungs that each train longer than the chosen one and those before it."""
+    """The next rungs, each of which trains longer than the chosen one and all before it."""
     longest, bought = 0 if found.chosen is None else found.chosen.capacity_tokens, list[Candidate]()
     for candidate in found.later:
         if candidate.capacity_tokens > longest and len(bought) < NEXT_SHOWN:
@@ -154,7 +154,7 @@ def next_rungs(found: Recommendation) -> tuple[Candidate, ...]:
 
 
 def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
-    """Costs of a rung, compared with the first of the ladder."""
+    """Costs of a rung compared with the first rung of the ladder."""
     settings, layout = candidate.cell.settings, candidate.cell.layout
     said: list[str] = []
     if settings.allocator == "expandable":
@@ -190,12 +190,12 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
 
 
 def reason(candidate: Candidate) -> str:
-    """Say why a rung does not do: what it lacks, or, where trials say so, that memory ran out."""
+    """Say why a rung does not fit: what it lacks, or, by a trial, that memory ran out."""
     if candidate.source not in ("measured", "predicted"):
         return "does not fit"
     left_bytes, is_predicted = candidate.headroom_bytes, candidate.source == "predicted"
     if is_predicted and candidate.lacks_of == "device" and (left_bytes or -1) >= 0:
-        if candidate.risk is None:  # a GPU has room: what vLLM may take of it has none
+        if candidate.risk is None:  # the GPU has room, but vLLM's share of it does not
             return "vLLM's share holds no such sequence"
         return f"{candidate.risk}: leaves {format_bytes(left_bytes)} of a GPU"
     if candidate.lacks_bytes is not None and candidate.lacks_of is not None:
@@ -240,7 +240,7 @@ def _capacity(candidate: Candidate, found: Recommendation) -> str:
 
 
 def _step(candidate: Candidate) -> tuple[str, str]:
-    """Seconds of a step and tokens per second, and their source if another; ``-``: unknown."""
+    """Time of a step and tokens per second, with their source if another; ``-``: unknown."""
     step = candidate.step_time
     if step is None:
         return "-", "-"
@@ -284,15 +284,15 @@ def _footnotes(found: Recommendation, is_explained: bool) -> tuple[str, ...]:
 
 
 _STEPS = 10
-"""Steps of a first run: the allocator's memory has long stopped to grow by then."""
+"""Steps of a first run: the allocator's memory stops growing well before."""
 
 
 def check_page(
     found: Recommendation, chosen: Candidate, emitted: Emitted, **told: str | Sequence[str]
 ) -> str:
-    """The page's text. ``answer``: what was found, in a sentence; ``name``, ``package``: of the
-    trainer; ``yours``: what the files leave to the user; ``command``: what was typed, but for the
-    folder; ``roomier``: what asks for more headroom.
+    """Text of the page. ``answer``: the recommendation in a sentence; ``name``, ``package``: the
+    trainer's; ``yours``: what the files leave to the user; ``command``: what was typed, without the
+    folder; ``roomier``: command for more headroom.
     """
     cell = chosen.cell
     return drawn_page(

@@ -1,6 +1,6 @@
 """The answer of a study: in a sentence or two (how long, where, with which settings, what is left,
-how fast), as a table, and as it was published; one trial as a table; and, before a search starts,
-what it is about to try. Notes below tables are in ``answer.txt.j2``.
+how fast), as a table, and in the published layout; one trial as a table; and, before a search, what
+it will try. Notes below tables are in ``answer.txt.j2``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from highwater.units import format_bytes, format_rate, format_seconds, format_sh
 
 
 def study_answer(study: Study) -> str:
-    """Say how far the model trains, by what trials found so far."""
+    """Say how far the model trains, by the trials so far."""
     question = study.question
     answer = max(study.answers, key=_reach, default=None)
     unanswered = [cell for cell in question.cells if study.answer_of(cell) is None]
@@ -46,12 +46,12 @@ def study_answer(study: Study) -> str:
         return f"Not known yet: no trial of {plain(question.model.name)} told what fits."
     if answer.reach_tokens == 0:
         return _nothing(study)
-    return _found(study, answer)
+    return _sentences(study, answer)
 
 
-def _found(study: Study, answer: CellAnswer) -> str:
-    """The longest length, what proves it, and what is known of it; before it the simplest settings
-    of the fewest GPUs that reach the native length, after it those that reach less.
+def _sentences(study: Study, answer: CellAnswer) -> str:
+    """The longest length, its proof and its figures, in sentences. Simplest settings come before it
+    if they reach the native length (on the fewest GPUs that do), else after it.
     """
     question, reach = study.question, answer.reach_tokens or 0
     model, proof, left = plain(question.model.name), answer.memory_only, partial(_left, question)
@@ -88,8 +88,8 @@ def _found(study: Study, answer: CellAnswer) -> str:
 
 
 def _simplest(study: Study, best: CellAnswer) -> CellAnswer | None:
-    """The answer of the simplest settings, where they reach less than the ``best``: on the fewest
-    GPUs on which they reach the native length, else on as many as that has.
+    """Answer of the simplest settings that reach less than ``best``: on the fewest GPUs that reach
+    the native length, else on as many as ``best`` has. None if there is none.
     """
     native = study.question.model.shape.native_length_tokens
     answers = [each for each in map(study.answer_of, study.question.cells) if each is not None]
@@ -129,7 +129,7 @@ def _at_least(study: Study, cell: Cell, length_tokens: int) -> str:
 
 
 def _how(question: Question, cell: Cell, length_tokens: int) -> str:
-    """Settings and degrees in words, bytes predicted in host memory, and YaRN if there is any."""
+    """Settings and degrees in words, with the bytes predicted in host memory, and YaRN if used."""
     place, prompt_tokens = (cell.settings, cell.layout, length_tokens), question.prompt_tokens
     step = Step(question.model.shape, *place, question.device, prompt_tokens)
     on_host, is_scaled = footprint(step).host_bytes, _is_scaled(question, length_tokens)
@@ -137,7 +137,7 @@ def _how(question: Question, cell: Cell, length_tokens: int) -> str:
 
 
 def _is_scaled(question: Question, length_tokens: int) -> bool:
-    """True where this package scales positions; another trainer does as it likes."""
+    """True if this engine scales positions at that length; another trainer does as it likes."""
     return question.foreign is None and length_tokens > question.model.shape.native_length_tokens
 
 
@@ -160,7 +160,7 @@ def _left(question: Question, headroom_bytes: int | None) -> str:
     each = _rank(question)
     if headroom_bytes is None:
         return ""
-    if headroom_bytes < 0:  # of a trainer that is bounded in part
+    if headroom_bytes < 0:  # the bound of another trainer is partial
         over = f"{format_bytes(-headroom_bytes)} more of each {each} was taken"
         return f"{over} than it was given, outside PyTorch's allocator"
     return f"{format_bytes(headroom_bytes)} of each {each} is left"
@@ -190,25 +190,25 @@ def _reach(answer: CellAnswer) -> int:
 
 
 _MOST_LINES = 12
-"""Cells that are told one by one."""
+"""Most cells that are listed one by one."""
 _LONGER = 4
-"""Times the budget that is offered where more is wanted."""
+"""Factor of the larger budget that is suggested."""
 
 
 def outlook_lines(planned: Plan, *, is_resumed: bool) -> tuple[str, ...]:
-    """Say what is about to be tried, if it takes time; ``is_resumed``: part of it is recorded."""
+    """Say what a search is about to try, if it takes time; ``is_resumed``: part is recorded."""
     question = planned.question
     if question.simulated:
         return ()
     cells = outlook(question, planned.timeout_s)
-    lines = [f"{_begun(planned, cells)}{' (less what is recorded)' if is_resumed else ''}"]
+    lines = [f"{_outlook_line(planned, cells)}{' (less what is recorded)' if is_resumed else ''}"]
     lines += [f"  {_of_cell(question, cell)}" for cell in cells[:_MOST_LINES]]
     more = len(cells) - _MOST_LINES
     return (*lines, *([f"  and {more} more"] if more > 0 else []))
 
 
-def _begun(planned: Plan, cells: Sequence[CellOutlook]) -> str:
-    """Say how many searches there are, how long they take, and how long they may."""
+def _outlook_line(planned: Plan, cells: Sequence[CellOutlook]) -> str:
+    """Say how many searches there are, and how long they will and may take."""
     what, in_all_s = f"{len(cells)} search{'' if len(cells) == 1 else 'es'}", expected_s(cells)
     takes = (
         f"nobody knows beforehand how long a trial takes on {plain(planned.question.device_name)}"
@@ -241,7 +241,7 @@ def _of_cell(question: Question, cell: CellOutlook) -> str:
 def capacity_text(
     question: Question, answer: CellAnswer | None, *, none: str = "none", commas: bool = True
 ) -> str:
-    """A capacity in a table: ``65,536``, with ``*`` past the native length."""
+    """A capacity in a table: ``65,536``, with ``*`` past the native length; ``?``: unknown."""
     if answer is None or answer.capacity_tokens is None:
         return "?"
     if answer.capacity_tokens == 0:
@@ -250,14 +250,14 @@ def capacity_text(
 
 
 def memory_only_text(question: Question, answer: CellAnswer | None, *, commas: bool = True) -> str:
-    """A memory-only length, ``643,072* memory-only``; empty where the capacity is the longest."""
+    """A memory-only length, ``643,072* memory-only``; empty if no such length is longer."""
     if answer is None or answer.memory_only is None:
         return ""
     return f"{length_text(question, answer.memory_only.length_tokens, commas=commas)} memory-only"
 
 
 def place(question: Question) -> str:
-    """``NVIDIA H200, 79.15 GiB per GPU``: where the trials ran, and under which budget."""
+    """Where the trials ran, and their memory budget: ``NVIDIA H200, 79.15 GiB per GPU``."""
     memory = "the whole card"
     if question.memory_budget_bytes is not None:
         memory = f"{format_bytes(question.memory_budget_bytes)} per {_rank(question)}"
@@ -266,7 +266,7 @@ def place(question: Question) -> str:
 
 
 def provenance(question: Question) -> str:
-    """The label of every figure: measured by real trials, or simulated from a memory law."""
+    """Label of a study's figures: measured by real trials, or simulated from a memory law."""
     return "simulated, nothing was trained" if question.simulated else "measured"
 
 
@@ -277,15 +277,15 @@ def length_text(question: Question, length_tokens: int, *, commas: bool = True) 
 
 
 def peak_name(asked: Question | TrialSpec) -> str:
-    """Name of a trial's peak, which says where it was sampled from outside."""
+    """Name of a trial's peak; for other trainers it says how the peak was sampled."""
     if asked.foreign is not None:
         return f"{'data segment' if asked.device == 'cpu' else 'device used'}, sampled"
     return "peak data segment" if asked.device == "cpu" else "peak reserved"
 
 
 def proven_lengths(question: Question, answer: CellAnswer) -> tuple[str, str]:
-    """What a table says was trained in full, and what memory-only; ``≥`` before the longer where
-    none above it was tried, and some could be.
+    """Texts of the length trained in full and of the memory-only one. ``≥`` before the longer if
+    nothing above it was tried, and something could be.
     """
     least, trained = _least(question, answer), capacity_text(question, answer)
     if answer.memory_only is None:
@@ -295,7 +295,7 @@ def proven_lengths(question: Question, answer: CellAnswer) -> tuple[str, str]:
 
 def _least(question: Question, answer: CellAnswer) -> str:
     native, is_end = question.model.shape.native_length_tokens, answer.limit == "ceiling"
-    is_last = is_end and answer.reach_tokens == native  # as of a model with a scaling of its own
+    is_last = is_end and answer.reach_tokens == native  # as for a model with a scaling of its own
     return "≥" if answer.is_at_least and not is_last else ""
 
 
@@ -309,7 +309,7 @@ _LIMITS: dict[Limit, str] = {
 
 
 def answer_table(study: Study) -> TextTable:
-    """The final table: each cell's capacity with the figures that any has, and what ended it."""
+    """Final table: each cell's capacity, the known figures, and what ended its search."""
     question = study.question
     trained = shared_training(cell.settings for cell in question.cells)
     named = f", {trained}" if trained else ""
@@ -330,7 +330,7 @@ def answer_table(study: Study) -> TextTable:
 
 
 def trial_answer(spec: TrialSpec, result: TrialResult) -> str:
-    """Say whether a trial's length is trained, on what and how; or that the trial does not tell."""
+    """Say whether the trial trained its length, on what and how; or that it proves nothing."""
     model, how = plain(spec.model_name), settings_in_words(spec.settings, spec.layout)
     first = f"Yes: {model} trains" if result.outcome.is_fit else f"No: {model} does not train"
     if not result.outcome.tells:
@@ -341,7 +341,7 @@ def trial_answer(spec: TrialSpec, result: TrialResult) -> str:
 
 
 def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
-    """One trial: how it ended, and what was measured."""
+    """Table of one trial: its end, and what was measured."""
     label = "simulated" if result.simulated else "measured"
     proof = ", memory-only" if spec.is_memory_only else ""
     lines = template_lines(
@@ -355,7 +355,7 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
         peak_name=peak_name(spec),
         speed=format_rate(result.tokens_per_s),
         mfu=format_share(result.mfu),
-        # every checkpoint, as each rank saved it; one that failed may have fewer
+        # checkpoints by number; a rank that failed may have fewer
         saves=list(zip(*(rank.saves for rank in result.ranks), strict=False)),
     )
     title = (
@@ -366,7 +366,7 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
 
 
 def _answer_row(cell: Cell, study: Study, but: str) -> tuple[str, ...]:
-    """The row of a cell; without a proven answer the longest that fit so far, ``≥36,864``."""
+    """A cell's row; without a proven answer, the longest length that fit so far: ``≥36,864``."""
     question, answer = study.question, study.answer_of(cell)
     if answer is None:
         trained, memory_only = (
@@ -410,7 +410,7 @@ def _footnotes(study: Study) -> tuple[str, ...]:
 
 
 def _reason(study: Study, answer: CellAnswer) -> str:
-    """The reason of an answer; of a trial that ran out of memory, what had no room."""
+    """Reason of an answer; if a trial ran out of memory, with what had no room."""
     why = brief(answer.reason)
     for trial in study.trials_of(answer.cell):
         tokens = trial.spec.length_tokens
@@ -421,8 +421,8 @@ def _reason(study: Study, answer: CellAnswer) -> str:
 
 
 def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
-    """The published layout, ``#GPU | SP | models``, by rung and place: ``*`` past the native
-    length, ``-`` none, ``≥`` no longer one failed. What no trial told is left out.
+    """Tables in the published layout, ``#GPU | SP | models``, by rung and place: ``*`` past the
+    native length, ``-`` none fits, ``≥`` no longer length failed. Unknown capacities are left out.
     """
     groups: dict[str, dict[str, dict[Layout, str]]] = {}
     for study in studies:
@@ -446,7 +446,7 @@ def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
 def layout_table(
     title: str, figures: Mapping[str, Mapping[Layout, str]], *, heads: tuple[str, str], names: int
 ) -> TextTable:
-    """A row for each layout, and a column for each model: the figures by model and layout."""
+    """Table with a row for each layout and a column for each model; ``figures``: by both."""
     layouts = {layout for own in figures.values() for layout in own}
     return TextTable(
         title=title,
@@ -460,12 +460,12 @@ def layout_table(
 
 
 def published_text(table: TextTable) -> str:
-    """A table of the published layout as it was published."""
+    """Draw a table as the published guides do."""
     return plain_table(table, gap=" | ").replace("\n\n", "\n", 1)
 
 
 def published_line(question: Question, cell: Cell, answer: CellAnswer | None) -> str | None:
-    """The line that users of the published search parse; None when no trial told the capacity."""
+    """The line that users of the published search parse; None if no trial told the capacity."""
     if answer is None or answer.capacity_tokens is None:
         return None
     proof = answer.memory_only
@@ -477,7 +477,7 @@ def published_line(question: Question, cell: Cell, answer: CellAnswer | None) ->
 
 
 def published_notes(question: Question, cell: Cell, answer: CellAnswer | None) -> tuple[str, ...]:
-    """Notes on what a cell's line, a number alone, does not say, or why there is no line."""
+    """Say what a cell's line does not, or why there is no line."""
     label = f"{plain(question.model.name)}, {cell.label_on(question.device)}"
     if answer is None or answer.capacity_tokens is None:
         why = "it has no answer" if answer is None else plain(answer.reason)

@@ -1,5 +1,5 @@
-"""Commands that do again what a study did, the search and a trial on each side of every edge; and
-the line of a trial that ran out: what had no room, what was alive, what to try.
+"""Commands that repeat a study: its search, and a trial on each side of every edge. Also the line
+of a trial that ran out of memory: what had no room, what was alive, what to try.
 """
 
 import os
@@ -34,19 +34,19 @@ _PROMPT_FLAG = "--prompt-tokens"
 
 
 class Command(Record, frozen=True, kw_only=True):
-    """Something to type."""
+    """A command to type, and what it does."""
 
     what: str
     words: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """The command as one types it, your own home directory without its name."""
+        """The command as it is typed; the user's home is ``~``."""
         return " ".join(map(_typed, self.words))
 
 
 def commands(study: Study) -> tuple[Command, ...]:
-    """Commands of what was typed, of the same search in a study of its own, and of the edges."""
+    """Commands: the study as it was typed, its search in a new study, and trials of its edges."""
     found: list[Command] = []
     if study.command:
         rest = "shows its answers again" if study.complete else "answers the rest"
@@ -69,7 +69,7 @@ def commands(study: Study) -> tuple[Command, ...]:
 
 
 def _anew(study: Study) -> tuple[str, ...]:
-    """The search as it was typed."""
+    """The search as it was typed, with the timeout and prompt that its trials had."""
     typed, limit_s = study.command, study.longest_timeout_s
     if typed[:2] != ("highwater", "find"):
         return find_words(study.question.replace(timeout_s=limit_s))
@@ -81,9 +81,9 @@ def _anew(study: Study) -> tuple[str, ...]:
 
 
 def resumed(study: Study) -> tuple[str, ...]:
-    """The command of a study, for the file that was read: another name could start anew."""
+    """The command that continues a study in the file that was read."""
     typed = study.command
-    if study.path is None or typed[:1] != ("highwater",):  # the other program has no such flag
+    if study.path is None or typed[:1] != ("highwater",):  # the published program has no such flag
         return typed
     typed = _with_its_proof(study.question, typed)
     named = flag_value(_STUDY_FLAG, typed)
@@ -93,14 +93,14 @@ def resumed(study: Study) -> tuple[str, ...]:
 
 
 def _with_its_proof(question: Question, typed: tuple[str, ...]) -> tuple[str, ...]:
-    """Add the flag that proves in full to what was typed when every search did so."""
+    """Add the flag for proof in full to old commands, whose searches all proved in full."""
     is_named = any(flag_value(flag, typed) for flag in (_PROOF_FLAG, _TIMEOUT_FLAG))
     in_full = question.proof == "full" and question.device == "cuda" and not question.simulated
     return (*typed, _PROOF_FLAG, "full") if in_full and not is_named else typed
 
 
 def flag_value(flag: str, words: Sequence[str]) -> str | None:
-    """The value of a flag as it was typed; the last one counts."""
+    """Value of a flag in the typed words, the last one if it is repeated; None without it."""
     found: str | None = None
     for word, after in pairwise((*words, "")):
         if word == flag:
@@ -124,7 +124,7 @@ def _edge(study: Study, answer: CellAnswer) -> Iterator[tuple[TrialSpec, str]]:
 
 
 def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
-    """``highwater try`` with the very trial of a specification."""
+    """``highwater try`` with exactly the trial of a specification."""
     return (
         *("highwater", "try", _model_word(model), *_words(length=spec.length_tokens)),
         *_place(spec, spec.layout.flags),
@@ -136,7 +136,7 @@ def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
 
 
 def find_words(question: Question) -> tuple[str, ...]:
-    """``highwater find`` with the very question, for a study that was asked from Python."""
+    """``highwater find`` for exactly this question, for a study that Python code started."""
     grid, limit_s = question.grid, question.timeout_s
     usual = usual_grid(grid.native_length_tokens)
     steps = (grid.step_tokens, grid.beyond_step_tokens)
@@ -169,14 +169,14 @@ def _place(asked: TrialSpec | Question, layout: Sequence[str]) -> tuple[str, ...
 
 
 def _setting_flags(rungs: Sequence[Settings], foreign: ForeignTrainer | None) -> tuple[str, ...]:
-    """Flags of settings that all rungs share; the ladder has allocators and losses that differ."""
+    """Flags of settings that all rungs share, without allocators and losses if they differ."""
     apart = (name for name in ("allocator", "loss") if len({getattr(r, name) for r in rungs}) > 1)
     refused = () if foreign is None else FOREIGN[foreign.trainer].refused(DECLARED)
     return setting_flags(rungs[0], but_not={*apart, *refused})
 
 
 def _model_word(model: Model) -> str:
-    """The catalog's name where it is that model, else its directory."""
+    """Name in the catalog if it is that very model, else the model's directory."""
     with suppress(HighwaterError):
         if load_model(model.name).config_digest == model.config_digest:
             return model.name
@@ -184,7 +184,7 @@ def _model_word(model: Model) -> str:
 
 
 def _memory(budget_bytes: int | None) -> tuple[str, ...]:
-    """The flag of a memory, in units that give back the very same count."""
+    """``--memory`` with a text that parses to exactly this number of bytes; empty for None."""
     if budget_bytes is None:
         return ()
     gib, mib = budget_bytes / GIB, budget_bytes / MIB
@@ -197,7 +197,7 @@ def _memory(budget_bytes: int | None) -> tuple[str, ...]:
 def _steps(asked: TrialSpec | Question) -> tuple[str, ...]:
     return _words(
         steps=None if asked.steps == 2 else asked.steps,
-        # one alone is told by the flags of the settings
+        # the settings' flags name a single micro-batch
         micro_batches=asked.micro_batches if asked.micro_batches > 2 else None,
         data=asked.data,
         prompt_tokens=_prompt_tokens(asked),
@@ -205,12 +205,12 @@ def _steps(asked: TrialSpec | Question) -> tuple[str, ...]:
 
 
 def _prompt_tokens(asked: TrialSpec | Question) -> int | None:
-    """The prompt of its sequences, that of a record from before one could be named, too."""
+    """Prompt tokens of the sequences; also for records older than the flag. None: no flag."""
     return asked.prompt_tokens or None if asked.foreign is None else None
 
 
 def _words(**values: object) -> tuple[str, ...]:
-    """The flags that set these fields, less those that are None."""
+    """Flags that set these fields; None values are left out."""
     return tuple(words_of({name: value for name, value in values.items() if value is not None}))
 
 
@@ -226,7 +226,7 @@ def _without(words: Sequence[str], flag: str) -> tuple[str, ...]:
 
 
 def _typed(word: str) -> str:
-    """A word for a shell; a path in your home begins with ``~``, which the shell fills in."""
+    """Quote a word for a shell; a path in the user's home begins with ``~``."""
     home, path = Path(os.environ.get("HOME", "~")), Path(word)
     if home.is_absolute() and home != Path("/") and home in path.parents:
         return f"~/{shlex.quote(str(path.relative_to(home)))}"
@@ -239,18 +239,18 @@ _SHORT: Mapping[Category, str] = {
     "logits": "logits",
     "backward_pass": "the backward pass",
 }
-"""The categories in a line's words."""
+"""Names of categories in the line of a trial that ran out."""
 _PLACE = re.compile(r"(\S+\.py):(\d{1,9}) (.+)")
 TRIED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMG]iB)")
-"""The caching allocator's own words."""
+"""Size in the message of PyTorch's caching allocator."""
 _ADVICE = re.compile(r"(Tried to allocate \d+(?:\.\d+)? [KMG]iB)\. .*", re.DOTALL)
-"""The words after them: other figures, and what to set, which the log has."""
+"""The rest of that message, further figures and advice, which the log has."""
 _LEAST_FRAGMENTED = 50
-"""Memory in pieces is told where it is more than this part of what was reserved: a fiftieth."""
+"""Fragmented memory is mentioned if it is above this part, a fiftieth, of the reserved memory."""
 
 
 def request_line(result: TrialResult, settings: Settings, layout: Layout) -> str | None:
-    """The rank that ran out first: ``forward: no room for 17.97 GiB of logits``; None: unknown."""
+    """Line on the rank that ran out first: ``forward: no room for 17.97 GiB of logits``."""
     failure = result.first_failed.failure if result.first_failed else None
     if failure is None or failure.alive is None:
         return None
@@ -272,12 +272,12 @@ def request_line(result: TrialResult, settings: Settings, layout: Layout) -> str
 
 
 def brief(reason: str) -> str:
-    """A reason without what the allocator says after what it had no room for."""
+    """A reason without the allocator's further figures and advice."""
     return _ADVICE.sub(r"\1", reason)
 
 
 def requested_bytes(result: TrialResult) -> int | None:
-    """The request that had no room, by the engine's count or an older message; None: no rank."""
+    """Bytes of the request that had no room, by the engine or the error's text; None: unknown."""
     failure = result.first_failed.failure if result.first_failed else None
     if failure is None or result.outcome is not Outcome.OUT_OF_MEMORY:
         return None
@@ -288,12 +288,12 @@ def requested_bytes(result: TrialResult) -> int | None:
 
 
 def setting_of(alive: AliveMemory, settings: Settings, layout: Layout) -> Advice | None:
-    """The setting to try first that is not there already."""
+    """The setting to try first that is not set already; None if there is none."""
     sizes = sizes_of(alive)
     asked = _category(alive.requested_by)
     if asked is not None:
         sizes[asked] = sizes.get(asked, 0) + max(0, alive.requested_bytes or 0)
-    # on the CPU states are all that is counted, and would always be most of it
+    # on the CPU only states are counted, which would always be the most
     is_whole = alive.allocated_bytes is not None
     has: dict[Advice, bool] = {
         "expandable segments": settings.allocator == "expandable",
@@ -312,7 +312,7 @@ def setting_of(alive: AliveMemory, settings: Settings, layout: Layout) -> Advice
 
 
 def sizes_of(alive: AliveMemory) -> dict[Category, int]:
-    """Bytes that were alive by category, as far as they are known."""
+    """Bytes that were alive, by category; 0 if unknown."""
     return {
         "parameters": alive.parameters_bytes,
         "gradients": alive.gradients_bytes,
@@ -325,7 +325,7 @@ def sizes_of(alive: AliveMemory) -> dict[Category, int]:
 
 
 def alive_rows(result: TrialResult, layout: Layout) -> Mapping[str, str]:
-    """Memory that each rank that ran out had allocated, by rank and place in the mesh."""
+    """Allocated memory of each rank that ran out, by the rank's name in the mesh."""
     rows: dict[str, str] = {}
     for rank in result.ranks:
         alive = None if rank.failure is None else rank.failure.alive
@@ -343,7 +343,7 @@ def alive_rows(result: TrialResult, layout: Layout) -> Mapping[str, str]:
 
 
 def _category(requested_by: str | None) -> Category | None:
-    """Category of what the line that asked allocates."""
+    """Category of the memory that a source line (``file:line function``) allocates."""
     place = None if requested_by is None else _PLACE.fullmatch(requested_by)
     if place is None:
         return None

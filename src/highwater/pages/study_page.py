@@ -40,13 +40,13 @@ from highwater.store.directory import check_new_file, write_new_file
 from highwater.units import format_bytes, format_tokens
 
 FORMS = (".html", ".md", ".csv", ".json")
-"""Forms of a report, by the end of its file's name."""
+"""Suffixes of a report's file, one for each form."""
 
 
 def write_report(path: str | Path, report: StudyReport) -> Path:
-    """Write a report into a new file, in the form that its name ends with. It is a page that needs
-    nothing else, Markdown, the trials, or everything. Raises HighwaterError for a file that is
-    there already or cannot be written, and for other names.
+    """Write a report into a new file, in the form of its suffix: a self-contained page, Markdown,
+    the trials as CSV, or everything as JSON. Raises HighwaterError for another suffix, and for a
+    file that exists or cannot be written.
     """
     path = Path(path)
     check_report_file(path)
@@ -55,14 +55,14 @@ def write_report(path: str | Path, report: StudyReport) -> Path:
 
 
 def report_text(report: StudyReport, form: str) -> str:
-    """A report in one of the ``FORMS``."""
+    """Return a report in one of the ``FORMS``."""
     if form == ".json":
         return plain_json(to_json(report, indent=2)) + "\n"
     return {".html": study_page, ".csv": study_csv}.get(form, study_markdown)(report)
 
 
 def check_report_file(path: Path) -> None:
-    """Raise UsageError for a name of no form, and for a file that is there already."""
+    """Raise UsageError for a suffix of no form, or a file that exists."""
     if path.suffix not in FORMS:
         raise UsageError(
             f"{path} ends in none of {', '.join(FORMS)}", hint="for example `-o report.html`"
@@ -71,12 +71,12 @@ def check_report_file(path: Path) -> None:
 
 
 def study_page(report: StudyReport) -> str:
-    """Write the whole page."""
+    """Return the report as an HTML page."""
     return _drawn(report, "html")
 
 
 def study_markdown(report: StudyReport) -> str:
-    """Write the whole document."""
+    """Return the report as a Markdown document."""
     return _drawn(report, "md")
 
 
@@ -113,7 +113,7 @@ def _drawn(report: StudyReport, form: Literal["html", "md"]) -> str:
 
 
 _RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
-"""First characters by which spreadsheets tell formulas. Source: OWASP, CSV injection."""
+"""First characters that make a spreadsheet read a formula. Source: OWASP, CSV injection."""
 _PREDICTED = (
     *("allocated_bytes", "reserved_bytes", "device_used_bytes", "low_bytes", "high_bytes", "fits"),
 )
@@ -127,11 +127,11 @@ COLUMNS = (
     *(f"predicted_{name}" for name in _PREDICTED),
     "beside_prediction",
 )
-"""Columns; ``source`` says whether those not called predicted were measured or simulated."""
+"""Columns; ``source``: whether figures that are not called predicted are measured or simulated."""
 
 
 def study_csv(report: StudyReport) -> str:
-    """Write a row for each trial; what is unknown is empty."""
+    """Return a CSV with a row for each trial; unknown values are empty."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -148,7 +148,7 @@ def study_csv(report: StudyReport) -> str:
 
 
 def _harmless(value: object) -> object:
-    """A harmless value: text on one line, and quoted where it begins like a formula."""
+    """Make a value safe for spreadsheets: text on one line, quoted if it begins like a formula."""
     if not isinstance(value, str):
         return value
     text = plain(value)
@@ -157,7 +157,7 @@ def _harmless(value: object) -> object:
 
 _lines = partial(template_lines, "study.txt.j2")
 _LONGEST_REASON = 240
-"""Characters of a reason in a list; the whole of it stands among the failures."""
+"""Longest reason in a list, in characters; the failures have it in full."""
 _BESIDE: dict[Judgement, str] = {
     "inside": "inside the interval",
     "below": "below the interval",
@@ -173,13 +173,13 @@ def state(report: StudyReport) -> str:
 
 
 def failure_line(failed: FailedTrial) -> str:
-    """Say where the trial was, and where its log is."""
+    """Say where a failed trial was, and where its log is."""
     (line,) = _lines("failure", failed=failed)
     return line
 
 
 def answers_table(report: StudyReport) -> TextTable:
-    """The answers, their reasons short."""
+    """Table of the answers, with long reasons cut."""
     table = answer_table(report.study)
     notes = (
         note if len(note) <= _LONGEST_REASON else f"{note[:_LONGEST_REASON]}…"
@@ -194,7 +194,7 @@ def _number(trial: TrialReport) -> str:
 
 
 def trials_table(report: StudyReport) -> TextTable:
-    """Every trial, in the order in which they started."""
+    """Table of all trials in the order of their starts."""
     return table_of(
         f"trials in their order, {report.label}",
         report.trials,
@@ -213,7 +213,7 @@ def trials_table(report: StudyReport) -> TextTable:
 
 
 def bracket_table(report: StudyReport) -> TextTable:
-    """The bracket of each cell, trial by trial."""
+    """Table of each cell's bracket after each of its trials."""
     return table_of(
         f"the bracket of each cell after each of its trials, {report.label}",
         [(step, report.trials[step.trial - 1]) for cell in report.cells for step in cell.bracket],
@@ -227,7 +227,7 @@ def bracket_table(report: StudyReport) -> TextTable:
 
 
 def memory_table(report: StudyReport) -> TextTable:
-    """Peaks of the fullest rank beside the limit; of a trial that ran out up to then."""
+    """Peaks of each trial's fullest rank beside the limit; those of a failed one up to its end."""
     is_gpu = report.study.question.device != "cpu"
     sampled = "" if report.study.question.foreign is None else ", sampled from outside"
     return table_of(
@@ -248,7 +248,7 @@ def memory_table(report: StudyReport) -> TextTable:
 
 
 def predicted_tables(report: StudyReport) -> Iterator[TextTable]:
-    """The tables of predictions, each where something was predicted."""
+    """Yield the tables of predictions; none if nothing was predicted."""
     is_predicted = report.predictions.reason is None
     if is_predicted:
         yield predicted_trials(report)
@@ -257,7 +257,7 @@ def predicted_tables(report: StudyReport) -> Iterator[TextTable]:
 
 
 def predicted_trials(report: StudyReport) -> TextTable:
-    """A table of each trial beside the formula's interval."""
+    """Table of each trial's memory beside the interval of the formula."""
     label = report.label
     return table_of(
         f"device used of the fullest GPU: predicted by formula, and {label}",
@@ -292,7 +292,7 @@ def _is_foretold(report: StudyReport) -> bool:
 
 
 def predicted_cells(report: StudyReport) -> TextTable:
-    """A table of each cell's capacity beside its predictions, of today and before its trials."""
+    """Table of each cell's capacity beside its predictions, today's and those before its trials."""
     today, label = "predicted by today's formula", report.label
     return table_of(
         f"longest length of each cell: predicted, and {label}",
@@ -308,7 +308,7 @@ def predicted_cells(report: StudyReport) -> TextTable:
 
 
 def _expected(cell: CellReport) -> str:
-    """The expected length with what said so, which may differ from cell to cell."""
+    """Length expected before the trials, with its source, which may differ from cell to cell."""
     if cell.expected_tokens is None or cell.expected_by is None:
         return "-"
     by = {"formula": "the formula then", "trace": "a trace"}.get(
@@ -323,10 +323,10 @@ def _tokens(cell: CellReport, path: str) -> str:
 
 
 def file_and_folder(path: str) -> str:
-    """A file's name, then its folder as seen from here, or from your home as ``~``."""
+    """A file's name and folder, relative to the working folder or to the home as ``~``."""
     name, folder = Path(path).name, Path(path).parent.resolve()
     home, root = Path(os.environ.get("HOME", "~")).resolve(), Path("/")
-    # the later of equal ones: a home of `/` is nobody's
+    # if folders are equal the later entry counts: a home of `/` is none
     starts = {home: Path("~"), Path.cwd(): Path(), root: root}
     start = next(above for above in (folder, *folder.parents) if above in starts)
     folder = starts[start] / folder.relative_to(start)
@@ -334,14 +334,14 @@ def file_and_folder(path: str) -> str:
 
 
 def prediction_notes(report: StudyReport) -> tuple[str, ...]:
-    """Say what was predicted when, what the intervals promise, and how far these trials test it."""
+    """Notes on what was predicted when, what intervals promise, and how far trials test them."""
     known = report.predictions.calibration
     least = None if known is None else least_residuals(known.coverage)
     return _lines("prediction_notes", report=report, least=least)
 
 
 def question_table(report: StudyReport) -> TextTable:
-    """The table of what was asked, and of what ordered the trials."""
+    """Table of the question, and of what ordered its trials."""
     study = report.study
     longest_s = study.longest_timeout_s or 0
     shorter = Counter(limit_s for limit_s in study.answers_within_s if limit_s < longest_s)
@@ -357,7 +357,7 @@ def question_table(report: StudyReport) -> TextTable:
 
 
 def environment_tables(report: StudyReport) -> Iterator[TextTable]:
-    """Tables of what the trials said of themselves, and of where the search was started."""
+    """Yield tables of the environments that trials reported, and in which searches were started."""
     each = (f"{trial.rung}: {trial.allocator}" for trial in report.trials if trial.allocator)
     told = values_table(
         "what the trials said that they ran with",

@@ -1,6 +1,6 @@
-"""The report about one study, as data: from its file, its logs and what was predicted of it.
+"""Report on one study, as data: from its file, its logs and predictions for it.
 
-Figures of trials are measured, or simulated where the question says so; others: predicted.
+Figures of trials are measured, or simulated if the question says so; the others are predicted.
 """
 
 from bisect import bisect_right, insort
@@ -45,14 +45,14 @@ OUTCOMES: dict[Outcome | None, str] = {
 }
 
 Judgement = Literal["inside", "below", "above", "ran out, as the upper end allows", "unknown"]
-"""A measured figure beside its interval; a trial that ran out has only a lower bound."""
+"""A measured figure compared with its interval; a trial that ran out gives only a lower bound."""
 
 
 class TrialReport(Record, frozen=True, kw_only=True):
     """One launch of one trial. Peaks are those of the fullest rank."""
 
     number: int
-    """Number from 1, in the order in which trials started."""
+    """Number from 1, by order of start."""
     cell: str
     rung: str
     gpus: int
@@ -64,23 +64,23 @@ class TrialReport(Record, frozen=True, kw_only=True):
     attempt: int
     repeat: int
     outcome: Outcome | None
-    """The end of the trial; None: it started, and no end is recorded."""
+    """Outcome of the trial; None if no end is recorded."""
     counts_as_fit: bool
-    """True of a fit with the headroom that was asked for."""
+    """True if the trial fit, with the headroom that was asked for."""
     reason: str
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
-    """Peak reserved; on the CPU the largest data segment."""
+    """Peak of reserved memory; on the CPU the largest data segment."""
     device_used_bytes: int | None = None
     requested_bytes: int | None = None
-    """The request that had no room, of the rank that ran out first; None: none, or unknown."""
+    """Request that had no room on the rank that ran out first; None: none, or unknown."""
     limit_bytes: int | None = None
-    """Limit of one GPU: the budget, or else the card."""
+    """Limit of one GPU: the budget if there is one, else the card."""
     headroom_bytes: int | None = None
-    """Bytes that a fit left; None: it did not fit, or nobody knows."""
+    """Bytes left by a trial that fit; None if it did not fit, or unknown."""
     allocator_retries: int | None = None
     allocator: str | None = None
-    """Settings of the caching allocator, as it told them."""
+    """Settings of the caching allocator, as the trial reported them."""
     attention_kernel: str | None = None
     step_time_s: float | None = None
     tokens_per_s: float | None = None
@@ -93,23 +93,23 @@ class TrialReport(Record, frozen=True, kw_only=True):
 
     @property
     def lacks_headroom(self) -> bool:
-        """True of a fit with less headroom than was asked for."""
+        """True if the trial fit with less headroom than was asked for."""
         return self.outcome is not None and self.outcome.is_fit and not self.counts_as_fit
 
     @property
     def outcome_in_words(self) -> str:
-        """The outcome in words; of a fit that does not count, why."""
+        """The outcome in words, with the reason if a fit does not count."""
         return f"{OUTCOMES[self.outcome]}{', too little headroom' if self.lacks_headroom else ''}"
 
 
 class BracketStep(Record, frozen=True, kw_only=True):
-    """The bracket of a cell after one of its trials."""
+    """A cell's bracket after one of its trials."""
 
     trial: int
     fits_tokens: int | None
-    """The longest length that had fit; None: none yet."""
+    """The longest length that has fit so far; None if none has."""
     does_not_fit_tokens: int | None
-    """The shortest length above ``fits_tokens`` that had not fit; None: none yet."""
+    """The shortest length above ``fits_tokens`` that has not fit so far; None if there is none."""
 
 
 class CellReport(Record, frozen=True, kw_only=True):
@@ -118,38 +118,38 @@ class CellReport(Record, frozen=True, kw_only=True):
     label: str
     cell: Cell
     answer: CellAnswer | None
-    """The answer that its trials bear out. None: the search has not come to an end there, or the
-    trials do not bear out what the study says."""
+    """The answer that the cell's trials prove; None if its search has not ended, or the trials do
+    not prove the study's answer."""
     unproven: UnprovenAnswer | None = None
-    """The answer that the study says, and its trials do not."""
+    """The study's answer that its trials do not prove; None otherwise."""
     bracket: tuple[BracketStep, ...]
     predicted: PredictedCell | None = None
-    """The prediction by formula, that of the highwater that made the report."""
+    """Prediction of the formula, by the version that made the report."""
     expected_tokens: int | None = None
     """Longest length that was likely to fit before the cell's first trial, as the study recorded
-    it; of an older study, as the prediction that its command names has it."""
+    it; for older studies, by the prediction that the command names."""
     expected_by: str | None = None
-    """The prediction that said so: ``formula``, as it was then, ``trace``, or a file."""
+    """Source of ``expected_tokens``: ``formula`` as it was then, ``trace``, or a file."""
     begun_at_tokens: int | None = None
-    """The length that the search was told to begin with; None of a linear one, which heeds none."""
+    """Length that the search began with; None for a linear search, which uses no prediction."""
 
     @property
     def longest_fit_tokens(self) -> int | None:
-        """The longest length that fit, by its answer or so far; None where nothing tells."""
+        """Longest length that fit, by the answer or so far; None if unknown."""
         if self.answer is not None:
             return self.answer.reach_tokens
         return self.bracket[-1].fits_tokens if self.bracket else None
 
     @property
     def next_tokens(self) -> int | None:
-        """The shortest length above that which did not fit."""
+        """Shortest length above ``longest_fit_tokens`` that did not fit; None if unknown."""
         if self.answer is not None:
             return self.answer.does_not_fit_tokens
         return self.bracket[-1].does_not_fit_tokens if self.bracket else None
 
 
 class FailedTrial(Record, frozen=True, kw_only=True):
-    """A trial that did not fit, or told nothing, in its own words."""
+    """A trial that did not fit, or proved nothing, with its own error."""
 
     trial: int
     cell: str
@@ -158,69 +158,69 @@ class FailedTrial(Record, frozen=True, kw_only=True):
     rank: int | None
     phase: str | None
     text: str
-    """The words of the rank that failed first, or else the reason."""
+    """Error text of the rank that failed first; without one, the reason."""
     out_of_memory: str | None
-    """Names what had no room, what was alive and which setting to try; None: nobody knows."""
+    """Sentence on what had no room, what was alive and which setting to try; None: unknown."""
     log_path: str | None
     log: LogEnd
-    """The log's end as it was when the report was made."""
+    """The log's end when the report was made."""
 
 
 class Beginning(Record, frozen=True, kw_only=True):
-    """The predictions that a search was given to order its trials; a linear one heeds none."""
+    """Predictions that ordered a search's trials; a linear search uses none."""
 
     predictions: tuple[str, ...]
     """Each prediction that was named: ``trace``, or a file."""
     likely_tokens: dict[str, int]
-    """Likely lengths by cell; empty where nobody knows any more."""
+    """Likely lengths by cell; empty if they are not known any more."""
     reason: str | None = None
-    """Why they are not known."""
+    """Why the likely lengths are not known; None if they are."""
 
 
 class StudyReport(Record, frozen=True, kw_only=True):
-    """Everything that is known of a study."""
+    """All that is known of a study."""
 
     schema_version: int = 1
     highwater_version: str = __version__
-    """The version that made the report."""
+    """Version that made the report."""
     label: Literal["measured", "simulated"]
-    """The source of every figure that is not called predicted."""
+    """Source of every figure that is not called predicted."""
     is_complete: bool
     versions: dict[str, tuple[str, ...]]
-    """Versions that the trials said they ran with: each that there was."""
+    """Versions of each package that trials reported."""
     device_names: tuple[str, ...]
-    """Devices that the trials said they ran on."""
+    """Names of the devices that trials reported."""
     cells: tuple[CellReport, ...]
     trials: tuple[TrialReport, ...]
     failures: tuple[FailedTrial, ...]
     predictions: Predictions
     beginning: Beginning | None = None
-    """The predictions that the search was given to order its trials by; None: none."""
+    """Predictions that ordered the search's trials; None if none did."""
     commands: tuple[Command, ...]
     study: Study
-    """The study as it was read, less what looks like a secret."""
+    """The study as it was read, without what looks like a secret."""
 
 
 def study_report(study: str | Path | Study) -> StudyReport:
-    """Everything that is known of a study, finished or not.
+    """Collect all that is known of a study, finished or not.
 
     ``study`` is a file that ``find`` wrote, or what ``open_study`` returned. Each trial is
-    predicted again by formula, in milliseconds. Logs are looked for where they were written and
-    beside the study; of those that are there the last lines are taken. Nothing is run. Raises
-    StudyError for a file that is no study, or is damaged.
+    predicted again by formula, in milliseconds. Logs are searched where they were written and
+    beside the study; their last lines are taken. Nothing is run. Raises StudyError for a file that
+    is no study, or is damaged.
     """
     return assembled(study if isinstance(study, Study) else read_study(Path(study)), _log_of)
 
 
 def assembled(study: Study, log_of: Callable[[Study, TrialResult], LogEnd]) -> StudyReport:
-    """Make the report of a study as it was read; ``log_of`` finds the end of a trial's log."""
+    """Make the report of a study that was read; ``log_of`` finds the end of a trial's log."""
     predictions, beginning = predictions_of(study), _beginning(study)
     logs = {
         number: log_of(study, trial.result)
         for number, trial in enumerate(study.trials, 1)
         if trial.result is not None and not trial.result.outcome.is_fit
     }
-    study = from_builtins(_hidden(to_builtins(study)), Study)
+    study = from_builtins(_without_secrets(to_builtins(study)), Study)
     if beginning is not None:
         beginning = beginning.replace(
             predictions=tuple(map(without_secrets, beginning.predictions))
@@ -259,7 +259,7 @@ def _log_of(study: Study, result: TrialResult) -> LogEnd:
 
 
 def _beginning(study: Study) -> Beginning | None:
-    """The prediction that the search was given, as recorded or as its file is; None: formula."""
+    """Prediction that ordered the search, as recorded or by its file; None: the formula's."""
     recorded = [each for each in study.expectations if each.prediction != "formula"]
     device = study.question.device
     if recorded:
@@ -285,16 +285,16 @@ def _beginning(study: Study) -> Beginning | None:
     return Beginning(predictions=(named,), likely_tokens=likely_tokens)
 
 
-def _hidden(value: object) -> object:
-    """A study's values without what looks like a secret; names of trials have no room for one."""
+def _without_secrets(value: object) -> object:
+    """A study's values without what looks like a secret; names of trials are too short for one."""
     match value:
         case str():
             return without_secrets(value)
         case dict():
-            # Data is named as module:function, which has to stay one.
-            return {key: v if key == "data" else _hidden(v) for key, v in value.items()}
+            # Data is named as module:function, which has to stay so.
+            return {key: v if key == "data" else _without_secrets(v) for key, v in value.items()}
         case list() | tuple():
-            return [_hidden(inner) for inner in value]
+            return [_without_secrets(inner) for inner in value]
         case _:
             return value
 
@@ -304,7 +304,7 @@ _OF_A_RESULT = (
     *("outcome", "reason", "peak_reserved_bytes", "step_time_s", "tokens_per_s", "mfu"),
     *("launch_to_first_step_s", "wall_s", "log_path"),
 )
-"""Fields that a trial's report has as its layout and its result do."""
+"""Fields that a trial's report copies from its layout and its result."""
 
 
 def _trial(
@@ -353,7 +353,7 @@ def _trial(
 
 
 def judged(trial: TrialReport) -> Judgement:
-    """Judge where the measured memory lies; a trial that ran out needed more than its limit."""
+    """Judge measured memory by its interval; a trial that ran out needed more than its limit."""
     around = None if trial.predicted is None else trial.predicted.interval
     if around is None or trial.outcome is None:
         return "unknown"
@@ -393,7 +393,7 @@ def _cell(
 
 
 def _bracket(study: Study, trials: Iterable[tuple[int, RecordedTrial]]) -> Iterator[BracketStep]:
-    """Steps of a bracket, after each trial of a cell; one that tells nothing moves nothing."""
+    """Yield the bracket after each trial of a cell; trials that prove nothing do not move it."""
     longest = 0
     fails: list[int] = []
     for number, trial in trials:

@@ -1,12 +1,12 @@
 """A table as a value, and how it is drawn: plain, as Markdown, or within the width of a terminal,
-every figure whole and every column there. A page draws the same value by its template.
+where no figure is cut and no column is lost. A page draws the same value by its template.
 
-A table that is too wide for a terminal first says once, above, what all rows share. Then it takes
-the form that needs the fewest lines: *wrapped*, all columns side by side, names and sentences
-broken at blanks; *blocks*, the columns that have room side by side and the others below each row as
-``name: value``, aligned over all rows; or *groups*, where one name stands for several rows: that
-name on a line of its own, and its rows below. Tables in Markdown fold alike, and what is fenced
-stays as it is.
+If a table is too wide for a terminal, values that all rows share are moved to a line above it. Then
+it takes the form with the fewest lines: *wrapped*, all columns side by side, with names and
+sentences broken at blanks; *blocks*, the columns that have room side by side and the others below
+each row as ``name: value``, aligned over all rows; or *groups*, if one name stands for several
+rows: that name on a line of its own, and its rows below. Tables in Markdown fold alike, and fenced
+text stays as it is.
 """
 
 import re
@@ -23,23 +23,23 @@ from highwater.units import format_bytes, format_rate, format_seconds, format_sh
 
 Row = TypeVar("Row")
 Column = tuple[str, str | Callable[[Row], str]]
-"""A heading, and what stands below it: a field of each record, which may be one of a field, with
-its unit, or what is said of each record."""
+"""A heading, and the source of the cells below it: the path of a record's field, written with its
+unit, or a function of the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTable:
-    """A table as text, before anybody decides how it is drawn."""
+    """A table as text, independent of how it is drawn."""
 
     title: str
     columns: tuple[str, ...]
-    """Headings; empty for a table without."""
+    """Headings; empty for a table without headings."""
     rows: tuple[tuple[str, ...], ...]
     footnotes: tuple[str, ...] = ()
     left_columns: int = 3
-    """Columns that hold names: aligned left. The others hold figures."""
+    """Number of columns that hold names and are aligned left; the others hold figures."""
     spare: tuple[str, ...] = ()
-    """Headings of columns that a terminal leaves out where they make the table a long one."""
+    """Headings of columns that a terminal leaves out if the table is long."""
 
 
 def table_of(
@@ -49,7 +49,7 @@ def table_of(
     footnotes: Iterable[str] = (),
     names: int = 3,
 ) -> TextTable:
-    """A table with a row for each record; columns of None are left out, ``names`` aligned left."""
+    """Table with a row for each record. None columns are left out; ``names``: aligned left."""
     shown = [column for column in columns if column is not None]
     return TextTable(
         title=title,
@@ -71,11 +71,11 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "_s": format_seconds,
     "mfu": format_share,
 }
-"""Writers of figures, by the end of the field's name."""
+"""Functions that write a figure, by the end of its field's name."""
 
 
 def field_text(record: object, path: str) -> str:
-    """A field by its name's unit, ``peak_bytes`` or ``step.time_s``; ``-`` for None on the path."""
+    """Text of a field, by its name's unit: ``peak_bytes``, ``step.time_s``; ``-`` for None."""
     value = record
     for name in path.split("."):
         value = None if value is None else getattr(value, name)
@@ -88,13 +88,13 @@ def field_text(record: object, path: str) -> str:
 def values_table(
     title: str, lines: Iterable[str], *, columns: tuple[str, ...] = ("what", "value")
 ) -> TextTable:
-    """A table of lines like ``GPUs: 4 x H20``; a line whose value is empty is left out."""
+    """Table from lines like ``GPUs: 4 x H20``; lines without a value are left out."""
     rows = [(name, value) for name, _, value in (line.partition(": ") for line in lines) if value]
     return TextTable(title=title, columns=columns, rows=tuple(rows), left_columns=2)
 
 
 def plain_table(table: TextTable, *, gap: str = "  ") -> str:
-    """The table in aligned columns, for a file or a pipe; never wrapped."""
+    """Draw a table in aligned columns, for a file or a pipe; lines are never wrapped."""
     grid = (table.columns, *table.rows) if table.columns else table.rows
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     lines = [
@@ -110,7 +110,7 @@ def plain_table(table: TextTable, *, gap: str = "  ") -> str:
 
 
 def markdown_table(table: TextTable) -> str:
-    """A table with figures aligned right, and of even widths for who reads the source."""
+    """Draw a table in Markdown: figures aligned right, columns padded for readers of the source."""
     headings, *rows = [tuple(map(escaped, row)) for row in (table.columns, *table.rows)]
     widths = [max(3, *map(len, column)) for column in zip(headings, *rows, strict=True)]
     rules = [
@@ -124,30 +124,30 @@ def markdown_table(table: TextTable) -> str:
 
 
 LEAST_WIDTH = 20
-"""Columns below which nothing is folded further."""
+"""Width in columns below which nothing is folded further."""
 _LINES_OF_A_CELL = 4
-"""Lines that a cell may take before its column goes below the row."""
+"""Most lines of a cell; a column that needs more goes below its row."""
 _LINES_OF_A_NAME = 2
 _PRICE_OF_BROKEN_NAMES = 1.2
-"""Price of a line where names are broken: ``Env + Offload`` and ``Env + Offload + chunked`` then
-begin alike, which only a much shorter table is worth."""
+"""Weight of a line if names are broken: ``Env + Offload`` and ``Env + Offload + chunked`` then
+begin alike, so that the table has to be much shorter."""
 _LINES_OF_A_HEADING = 2
 _WHOLE = 24
-"""Columns beside a name that are room enough for a longer value."""
+"""Width beside a name that is enough for a longer value."""
 _GAP = "  "
 _GAPS = (_GAP, " ")
-"""Gaps between columns, of which the last is for rows that would be folded for a gap's sake."""
+"""Gaps between columns; the last is for rows that only a narrower gap keeps on one line."""
 _GAP_OF_PAIRS = "   "
 _FIGURE = re.compile(r"[^\w`]*\d\S*(?<!:)(?: (?:[KMGT]iB|ms|s|%|GPUs?))?(?!\S)")
-"""The beginning of a cell of figures."""
+"""Matches the beginning of a cell of figures."""
 
 
 _MOST_LINES = 14
-"""Lines of a table with its spare columns."""
+"""Most lines of a table that keeps its spare columns."""
 
 
 def terminal_table(table: TextTable, *, width: int) -> str:
-    """The table for a terminal of ``width`` columns: title, rows, footnotes."""
+    """Draw a table for a terminal of ``width`` columns: title, rows, footnotes."""
     width = max(width, LEAST_WIDTH)
     shared: list[str] = []
     if table.columns and _taken(map(_whole_width, _columns(table))) > width:
@@ -164,7 +164,7 @@ def terminal_table(table: TextTable, *, width: int) -> str:
 
 
 def table_lines(table: TextTable, width: int) -> list[str]:
-    """The rows, and their headings, in lines of at most ``width`` columns."""
+    """Headings and rows as lines of at most ``width`` columns."""
     if not table.columns:
         return list(_names_and_values(table, width))
     drawn = _drawn(_columns(table), width)
@@ -173,7 +173,7 @@ def table_lines(table: TextTable, width: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
-    """A table in lines."""
+    """Lines of a drawn table."""
 
     headings: list[str]
     rows: list[list[str]]
@@ -191,10 +191,10 @@ class _DrawnColumn:
     cells: tuple[str, ...]
     is_left: bool
     is_name: bool
-    """True of the first, which names the rows."""
+    """True for the first column, which names the rows."""
 
     def lines(self, cell: str, width: int) -> list[str]:
-        """A cell in lines; a name's second line on is indented, so that rows are seen to begin."""
+        """Fold a cell; further lines of a name are indented, so that rows are told apart."""
         return hanging(cell, width) if self.is_name else folded(cell, width)
 
 
@@ -212,7 +212,7 @@ def _columns(table: TextTable) -> list[_DrawnColumn]:
 
 
 def _are_figures(cells: Sequence[str]) -> bool:
-    """True where a column holds figures, ranges of them, and single words that stand for none."""
+    """True if a column holds figures, ranges of them, and single words in place of figures."""
     are_figures = [bool(_FIGURE.match(cell)) for cell in cells]
     return any(are_figures) and all(
         is_figure or " " not in cell for cell, is_figure in zip(cells, are_figures, strict=True)
@@ -220,7 +220,7 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 def _drawn(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
-    """Draw in the form of fewest lines, with whole names if they do not take many more."""
+    """Draw in the form with the fewest lines; broken names count as somewhat more lines."""
     whole = [_whole_width(column) for column in columns]
     for gap in _GAPS:
         if sum(whole) + len(gap) * (len(whole) - 1) <= width:
@@ -246,12 +246,12 @@ def _taken(widths: Iterable[int]) -> int:
 
 
 def _whole_width(column: _DrawnColumn) -> int:
-    """Width with every text on one line."""
+    """Width that keeps every text on one line."""
     return max(map(cell_len, (column.heading, *column.cells)))
 
 
 def _narrowest_by_height(column: _DrawnColumn) -> list[int]:
-    """Narrowest widths with cells of at most one line, two lines, and so on."""
+    """Narrowest widths for cells of at most one line, two lines, and so on."""
     texts = (column.heading, *column.cells)
     least = max((cell_len(piece) for text in texts for piece in pieces(text)), default=0)
     whole = _whole_width(column)
@@ -293,8 +293,8 @@ def _only(table: TextTable, kept: Sequence[int]) -> TextTable:
 def _wrapped_widths(
     columns: Sequence[_DrawnColumn], options: Sequence[Sequence[int]], width: int
 ) -> list[int] | None:
-    """Widths with which all columns have room beside each other, or None. From whole cells on, that
-    column is broken next which adds the fewest lines for the room that it gives.
+    """Widths with which all columns fit side by side; None if there are none. Starting with whole
+    cells, the column is narrowed that adds the fewest lines for the width it saves.
     """
     widths = [each[0] for each in options]
     while (excess := _taken(widths) - width) > 0:
@@ -315,7 +315,7 @@ def _wrapped_widths(
 
 
 def _widened(columns: Sequence[_DrawnColumn], widths: list[int], width: int) -> list[int]:
-    """Give the room that is left to columns that need fewer lines with it."""
+    """Give the remaining width to columns that then need fewer lines."""
     for index, column in enumerate(columns):
         room = width - _taken(widths)
         wider = [*widths]
@@ -336,7 +336,7 @@ def _lines_in_all(columns: Sequence[_DrawnColumn], widths: Sequence[int]) -> int
 def _side_by_side(
     columns: Sequence[_DrawnColumn], widths: Sequence[int], gap: str = _GAP
 ) -> _Drawn:
-    """Headings above a rule; each row has as many lines as its highest cell."""
+    """Draw columns under headings and a rule; a row is as high as its highest cell."""
     are_left = [column.is_left for column in columns]
     paired = list(zip(columns, widths, strict=True))
     headings = [folded(column.heading, width) for column, width in paired]
@@ -359,7 +359,7 @@ def _side_by_side(
 def _joined(
     cells: Sequence[Sequence[str]], widths: Sequence[int], are_left: Sequence[bool], gap: str = _GAP
 ) -> Iterator[str]:
-    """Cells of several lines beside each other."""
+    """Yield the lines of cells side by side, each of which may have several."""
     for line in range(max(map(len, cells))):
         texts = [
             _aligned(cell[line] if line < len(cell) else "", width, is_left=is_left)
@@ -376,7 +376,7 @@ def _aligned(text: str, width: int, *, is_left: bool) -> str:
 
 
 def _blocks(columns: Sequence[_DrawnColumn], needed: Sequence[int], width: int) -> _Drawn:
-    """Rows of the columns that have room beside the first; below each row the others."""
+    """Draw the columns that fit beside the first as rows, and the others below each row."""
     widths = {0: min(needed[0], width)}
     for index in range(1, len(columns)):
         if _taken((*widths.values(), needed[index])) <= width:
@@ -392,7 +392,7 @@ def _blocks(columns: Sequence[_DrawnColumn], needed: Sequence[int], width: int) 
 
 
 def _groups(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
-    """Each name on a line of its own, and indented below it the columns of its rows."""
+    """Draw each name on a line of its own, and the columns of its rows indented below."""
     first, second, *others = columns
     rest = _drawn([replace(second, is_name=True), *others], width - len(INDENT))
     rows = [
@@ -405,11 +405,11 @@ def _groups(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """A column below its rows: where its name and its value stand in their line."""
+    """A column that is drawn below the rows: widths of its name and value in their line."""
 
     column: _DrawnColumn
     name_width: int
-    """Columns of the name with its colon and a blank."""
+    """Width of the name with its colon and a blank."""
     value_width: int
 
     @property
@@ -418,7 +418,7 @@ class _Pair:
 
 
 def _lines_of_pairs(columns: Sequence[_DrawnColumn], width: int) -> list[list[_Pair]]:
-    """Columns that share a line below a row: as many as have room, for all rows the same."""
+    """Group columns that share a line below a row: as many as fit, alike for all rows."""
     lines: list[list[_Pair]] = []
     for column in columns:
         name_width = cell_len(column.heading) + len(": ") if column.heading else 0
@@ -433,7 +433,7 @@ def _lines_of_pairs(columns: Sequence[_DrawnColumn], width: int) -> list[list[_P
 
 
 def _in_stops(lines: Sequence[Sequence[_Pair]]) -> list[list[_Pair]]:
-    """The same lines with names below names, and values below values."""
+    """Align the pairs of all lines: names below names, and values below values."""
     lined: list[list[_Pair]] = [[] for _ in lines]
     for stop in range(max(map(len, lines), default=0)):
         name_width = max(line[stop].name_width for line in lines if stop < len(line))
@@ -452,7 +452,7 @@ def _taken_by_pairs(pairs: Collection[_Pair]) -> int:
 
 
 def _pairs(pairs: Sequence[_Pair], row: int, width: int) -> Iterator[str]:
-    """One line of what stands below a row; a value that is longer goes on below itself."""
+    """Yield one line of pairs below a row; a longer value continues on lines below."""
     texts: list[str] = []
     for pair in pairs:
         value = pair.column.cells[row]
@@ -471,7 +471,7 @@ def _pairs(pairs: Sequence[_Pair], row: int, width: int) -> Iterator[str]:
 
 
 def _names_and_values(table: TextTable, width: int) -> Iterator[str]:
-    """A table without headings: a name and what it says, which goes on below itself."""
+    """Yield a table without headings: names and values, which continue on lines below."""
     names = max((cell_len(row[0]) for row in table.rows), default=0)
     for name, *values in table.rows:
         value = _GAP.join(values)
@@ -485,13 +485,13 @@ def _names_and_values(table: TextTable, width: int) -> Iterator[str]:
 
 _FENCE = "```"
 _ITEM = re.compile(r"(?:[-|>]|\d+\.) ")
-"""The beginning of a line whose further lines are indented."""
+"""Matches the beginning of a line whose continuation is indented."""
 _RULE = re.compile(r"\|(?: *:?-+:? *\|)+")
-"""The line between a Markdown table's headings and its rows."""
+"""Matches the line between a Markdown table's headings and rows."""
 
 
 def terminal_text(text: str, *, width: int) -> str:
-    """Fold text of several lines for a terminal; fenced lines stay as they are."""
+    """Fold a text of several lines for a terminal; fenced lines stay as they are."""
     width = max(width, LEAST_WIDTH)
     lines: list[str] = []
     is_fenced = False
@@ -508,7 +508,7 @@ def terminal_text(text: str, *, width: int) -> str:
 
 
 def _folded_line(line: str, width: int) -> list[str]:
-    """Fold one line of a text: what belongs to an item, or to a row, is indented below it."""
+    """Fold one line of a text; the continuation of an item or a row is indented."""
     text = line.lstrip()
     before = line[: len(line) - len(text)]
     item = _ITEM.match(text)
@@ -520,7 +520,7 @@ def _folded_line(line: str, width: int) -> list[str]:
 
 
 def _markdown_table(lines: list[str], width: int) -> list[str]:
-    """Fold the rows of a Markdown table that is wider than the terminal; leave any other."""
+    """Fold a Markdown table that is wider than the terminal; others keep their lines."""
     is_table = len(lines) > 2 and bool(_RULE.fullmatch(lines[1]))
     rows = [_markdown_cells(line) for line in lines] if is_table else []
     if not is_table or max(map(cell_len, lines)) <= width or len({len(row) for row in rows}) > 1:

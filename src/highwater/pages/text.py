@@ -1,6 +1,6 @@
-"""Plain text from untrusted text: logs, paths and model names are data, to a terminal too.
+"""Plain text from untrusted text: logs, paths and model names are data for a terminal, too.
 
-A line may end at blanks, but neither before a unit nor within a command in backticks.
+Lines break at blanks, but neither before a unit nor inside a command in backticks.
 """
 
 import html
@@ -15,19 +15,19 @@ _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def plain(text: str) -> str:
-    """``text`` on one line, every character that a terminal would act upon shown as its escape."""
+    """``text`` on one line, with escapes for every character that a terminal would act upon."""
     for character in _unsafe(text):
         text = text.replace(character, character.encode("unicode_escape").decode("ascii"))
     return text
 
 
 def plain_lines(text: str) -> str:
-    """``text`` as ``plain`` shows it, line by line: line ends stay."""
+    """``text`` with the escapes of ``plain``; line ends stay."""
     return "\n".join(plain(line) for line in text.split("\n"))
 
 
 def plain_json(text: str) -> str:
-    """JSON of the same values without characters that a terminal would act upon."""
+    """JSON with the same values, without characters that a terminal would act upon."""
     for character in _unsafe(text) - {"\n"}:
         text = text.replace(character, _escaped_in_json(character))
     return text
@@ -38,34 +38,34 @@ def _unsafe(text: str) -> set[str]:
 
 
 def ascii_json(text: str) -> str:
-    """A JSON document in ASCII alone, with the same values."""
+    """The JSON document in ASCII alone, with the same values."""
     return "".join(
         character if character.isascii() else _escaped_in_json(character) for character in text
     )
 
 
 def _escaped_in_json(character: str) -> str:
-    return json.dumps(character)[1:-1]  # past the basic plane: a pair of surrogates
+    return json.dumps(character)[1:-1]  # outside the basic plane: a pair of surrogates
 
 
 INDENT = "  "
-"""The beginning of a line that goes on from the one above."""
+"""Indent of a line that continues the line above."""
 _PIECE = re.compile(
     r"(?:\+ )?(?:`[^`]*`|\S)+"
     r"(?:(?<=\d) (?:[KMGT]iB|ms|s|%|GPUs?|tokens?)(?!\w)\S*|(?<=\d[hm]) \d\d[ms](?!\w)\S*)?"
 )
 """Text kept on one line: a word, a figure with unit, a time, code, a plus and its addend."""
 _BREAKS_AFTER = "/_-=,;:.&?"
-"""Characters after which a word that is longer than a line is broken rather than elsewhere."""
+"""Characters after which a word longer than a line is broken, if possible."""
 
 
 def pieces(text: str) -> list[str]:
-    """Parts that no line may end within: words, figures with their unit, commands."""
+    """Split text into parts that stay on one line: words, figures with their unit, commands."""
     return _PIECE.findall(text)
 
 
 def folded(text: str, width: int) -> list[str]:
-    """The text in lines of at most ``width`` columns."""
+    """Fold text into lines of at most ``width`` columns."""
     lines, end = [""], 0
     for piece in _PIECE.finditer(text):
         gap = text[end : piece.start()]
@@ -80,7 +80,7 @@ def folded(text: str, width: int) -> list[str]:
 
 
 def hanging(text: str, width: int) -> list[str]:
-    """The same, with every line but the first indented."""
+    """Fold text, with every line but the first indented."""
     text = text.strip()
     first, *more = folded(text, width)
     if not more:
@@ -90,7 +90,7 @@ def hanging(text: str, width: int) -> list[str]:
 
 
 def _broken(word: str, width: int) -> list[str]:
-    """Cut a word that is longer than a line into pieces."""
+    """Break a word that is longer than a line into pieces."""
     parts: list[str] = []
     while cell_len(word) > width:
         longest = _fitting(word, width)
@@ -107,7 +107,7 @@ def _broken(word: str, width: int) -> list[str]:
 
 
 def _fitting(word: str, width: int) -> int:
-    """Number of a word's characters that have room, at least one."""
+    """Number of leading characters of a word that fit into ``width``, at least one."""
     taken = 0
     for at, character in enumerate(word):
         taken += cell_len(character)
@@ -127,12 +127,12 @@ _SPECIAL = re.compile(r"[|*`\[\]\\~$]|^#|^[-+](?=\s)|(?<![0-9A-Za-z])_|_(?![0-9A
 
 
 def escaped(text: str) -> str:
-    """Escape text from outside, for a Markdown paragraph, heading or table."""
+    """Escape text from outside for a Markdown paragraph, heading or table."""
     return _SPECIAL.sub(lambda found: f"\\{found[0]}", html.escape(plain(text), quote=False))
 
 
 def fenced(text: str, language: str = "text") -> str:
-    """Fence text of several lines, whatever is in it. The fence is longer than any in the text."""
+    """Fence text of several lines for Markdown, by a fence longer than any in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{plain_lines(text)}\n{fence}"

@@ -1,6 +1,5 @@
-"""The outcome of a trial, from everything it left.
-
-That is its exit status, signals, the ranks' reports and, last, the log's text.
+"""Classify the outcome of a trial from all that it left: exit status, signals, the ranks' reports
+and, last, the log's text.
 """
 
 import math
@@ -24,17 +23,17 @@ class Ending(Record, frozen=True, kw_only=True):
     """The end of the processes of a trial."""
 
     exit_code: int | None
-    """Exit status of the reaper; None when it was ended because time was up."""
+    """Exit status of the reaper; None if the trial was ended because its time was up."""
     timeout_s: float
     reports: tuple[RankReport, ...]
     exits: tuple[RankExit, ...] = ()
-    """Exits of the ranks that ended by themselves, the first one first."""
+    """Exits of the ranks that ended by themselves, the earliest first."""
     log_tail: str
     kernel_kills: int = 0
-    """Processes that the kernel killed for want of memory while the trial ran. They are counted in
-    its control group: the trial's processes were among those in it."""
+    """Number of processes that the kernel killed for lack of memory while the trial ran, counted in
+    the control group that the trial's processes belong to."""
     damaged_reports: tuple[str, ...] = ()
-    """Reports that could not be read, and why, a line each: their ranks count as silent."""
+    """One line for each report that could not be read, and why. Its rank counts as silent."""
 
 
 class Verdict(NamedTuple):
@@ -45,12 +44,12 @@ class Verdict(NamedTuple):
 
 
 def classify(spec: TrialSpec, ending: Ending) -> Verdict:
-    """Decide a trial's outcome; text that ranks wrote counts only where one left no report."""
+    """Decide a trial's outcome. Text that ranks wrote counts only if a rank left no report."""
     return failure_of(spec, ending) or _classify_reports(spec, ending.reports)
 
 
 def failure_of(spec: TrialSpec, ending: Ending) -> Verdict | None:
-    """Why the processes did not all end by themselves and well; None where they did."""
+    """Verdict if a process did not end by itself with success; None if all of them did."""
     strange = _strange_ranks(spec, ending.reports)
     if strange is not None:
         return Verdict(Outcome.CRASHED, strange)
@@ -60,7 +59,7 @@ def failure_of(spec: TrialSpec, ending: Ending) -> Verdict | None:
             return Verdict(Outcome.OUT_OF_MEMORY, _say(rank, failure))
         if failure.kind == "host_memory":
             return Verdict(Outcome.HOST_OUT_OF_MEMORY, _say(rank, failure))
-    # After memory: a rank that failed for want of it may leave peers that hang until time is up.
+    # Memory comes first: a rank that runs out may leave peers that hang until time is up.
     if ending.exit_code is None:
         late = f"not done after {format_seconds(ending.timeout_s)}"
         return Verdict(Outcome.TIMEOUT, late + _phases(ending.reports))
@@ -77,7 +76,7 @@ def failure_of(spec: TrialSpec, ending: Ending) -> Verdict | None:
 
 
 def _strange_ranks(spec: TrialSpec, reports: Sequence[RankReport]) -> str | None:
-    """Problems of the ranks that reported, in words; None where each did once, as one of its."""
+    """Say what is wrong with the reports; None if no rank is unknown or reported twice."""
     for rank, times in Counter(report.rank for report in reports).items():
         if not 0 <= rank < spec.layout.gpus:
             last = spec.layout.gpus - 1
@@ -90,11 +89,11 @@ def _strange_ranks(spec: TrialSpec, reports: Sequence[RankReport]) -> str | None
 def _classify_silence(
     spec: TrialSpec, ending: Ending, silent: set[int], failures: dict[int, Failure]
 ) -> Verdict:
-    """Decide for a trial of which some ranks left no report.
+    """Decide the outcome of a trial in which some ranks left no report.
 
-    The kernel, a signal or an abort in native code ended them. Memory ran out where the kernel says
-    so, or where a rank's own last words before it aborted do. A segmentation fault or an exit
-    status says nothing about memory, whatever was written before (docs/decisions/027).
+    The kernel, a signal or an abort in native code ended them. Memory ran out only if the kernel
+    counts a kill, or a rank's own last words before an abort say so. A segmentation fault or an
+    exit status says nothing about memory, whatever was written before (docs/decisions/027).
     """
     exits = [each for each in ending.exits if each.rank in silent]
     for each in exits:
@@ -117,7 +116,7 @@ def _classify_silence(
 
 
 def _memory_verdict(spec: TrialSpec, ended: RankExit, *, kernel_kills: int) -> Verdict | None:
-    """The verdict on a rank that the kernel killed, or that aborted, for want of memory."""
+    """Verdict on a rank that the kernel killed, or that aborted, for lack of memory; else None."""
     if ended.status == -signal.SIGKILL and kernel_kills:
         memory = Outcome.OUT_OF_MEMORY if spec.device == "cpu" else Outcome.HOST_OUT_OF_MEMORY
         return Verdict(memory, f"the kernel killed rank {ended.rank} for want of host memory")
@@ -133,7 +132,7 @@ def _memory_verdict(spec: TrialSpec, ended: RankExit, *, kernel_kills: int) -> V
 
 
 def _classify_reports(spec: TrialSpec, reports: Sequence[RankReport]) -> Verdict:
-    """Decide whether a trial trained, whose processes all exited 0 and reported."""
+    """Decide whether a trial trained, given that all its processes exited 0 and reported."""
     for report in reports:
         if len(report.losses) < spec.steps:
             done = f"rank {report.rank} did {len(report.losses)} of {spec.steps} steps"
@@ -150,7 +149,7 @@ def _classify_reports(spec: TrialSpec, reports: Sequence[RankReport]) -> Verdict
 
 
 def _first(failures: dict[int, Failure]) -> tuple[int, Failure]:
-    """The failure that came first: the others lost their peer to it."""
+    """The earliest failure: later ones are often ranks that lost this peer."""
     return min(failures.items(), key=lambda item: (item[1].at_unix_s or 0.0, item[0]))
 
 

@@ -1,5 +1,5 @@
-"""The diagnosis of a study: its first out of memory once more, with the history of its memory
-recorded. It is no trial of the study: nothing of it is in the journal, and no answer waits for it.
+"""Diagnosis of a study: repeat its first out-of-memory trial and record the history of its memory.
+The repeat is no trial of the study: it is not in the journal, and no answer waits for it.
 """
 
 import shlex
@@ -20,9 +20,9 @@ from highwater.trials.trial_process import log_path_of
 from highwater.units import format_tokens
 
 _STEPS = (0, 1)
-"""Steps that are recorded: the second is the first with everything that lives from step to step."""
+"""Steps that are recorded. The second also holds what lives from step to step."""
 _ENTRIES = 40_000
-"""Events of a step that are kept: about 10 MiB."""
+"""Allocator events of a step that are kept: about 10 MiB."""
 
 
 class MemoryDiagnosis(Record, frozen=True, kw_only=True):
@@ -30,15 +30,15 @@ class MemoryDiagnosis(Record, frozen=True, kw_only=True):
 
     spec: TrialSpec
     outcome: Outcome | None = None
-    """Its end this time; at the edge of what fits it may have fit. None: it did not start."""
+    """Outcome of the repeat, which may fit at the edge of what fits; None if it did not start."""
     snapshots: tuple[Path, ...] = ()
-    """Snapshots of the rank that had run out first, the last step's last."""
+    """Snapshots of the rank that ran out of memory first; the last step's come last."""
     problem: str | None = None
-    """Why it did not start."""
+    """Why the repeat did not start; None if it did."""
 
     @property
     def note(self) -> str:
-        """The message for the reader, in a line."""
+        """One line that says what the repeat showed."""
         what = (
             f"{short_settings(self.spec.settings)}, {format_tokens(self.spec.length_tokens)} tokens"
         )
@@ -71,7 +71,7 @@ def undiagnosed(request: Request, study: Study) -> RecordedTrial | None:
 
 
 def diagnose(request: Request, trial: RecordedTrial) -> MemoryDiagnosis:
-    """Repeat a trial once, with the memory of the rank recorded that ran out first."""
+    """Repeat a trial once and record the memory of the rank that had run out of memory first."""
     first = None if trial.result is None else trial.result.first_failed
     launcher = EngineLauncher(
         log_directory=Path(request.log_dir),
@@ -86,7 +86,7 @@ def diagnose(request: Request, trial: RecordedTrial) -> MemoryDiagnosis:
     )
     try:
         result = LocalRunner(launcher).run(trial.spec)
-    except HighwaterError as error:  # the answer is there already, and stands
+    except HighwaterError as error:  # the study's answer is there already, and stands
         return MemoryDiagnosis(spec=trial.spec, problem=error.problem)
     log = log_path_of(Path(request.log_dir), trial.spec, "rung")
     return MemoryDiagnosis(

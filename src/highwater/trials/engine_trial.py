@@ -1,5 +1,5 @@
-"""EngineLauncher: a trial of our engine as fresh processes, of which nothing is left, from a
-clean environment to a classified result; and the ranks of one start, of a trial or a training.
+"""EngineLauncher: run a trial of our engine in fresh processes with a clean environment, classify
+it, and leave no process behind. StartedRanks: the ranks of one start, of a trial or a training.
 """
 
 import os
@@ -49,13 +49,13 @@ from highwater.units import MIB
 REPORTS = "reports"
 SPEC_FILE = "spec.json"
 _REPORT_BYTES = 16 * MIB
-"""Bytes of one rank's report at the most: one of 100,000 steps has 6 MiB."""
+"""Largest size of one rank's report: a report of 100,000 steps has 6 MiB."""
 _SAVE_S = 600.0
-"""Longest time that ranks of a training have, told to stop, to save what they did."""
+"""Longest time that ranks of a training may take to save after they are told to stop."""
 _LAUNCHER_S = 20.0
-"""Longest time in which a launcher ends what it started on other machines."""
+"""Longest time that a launcher may take to end what it started on other machines."""
 _LAST_WORDS_S = 2.0
-"""Seconds that other machines' ranks have, after one's have failed, to report on their own."""
+"""Seconds that other machines' ranks have to report a failure of their own after one failed."""
 
 
 @contextmanager
@@ -65,13 +65,13 @@ def started(
     log: IO[bytes],
     across: Across | None,
 ) -> Generator["StartedRanks"]:
-    """The ranks, on this machine or ``across`` several, in a folder of their own."""
+    """Start the ranks in a folder of their own, here or on the machines of ``across``."""
     with private_folder() if across is None else across.folder() as folder:
         yield StartedRanks(spec, folder, environment, log, across)
 
 
 class StartedRanks:
-    """The ranks of one start, of a trial or a training."""
+    """The running ranks of one trial or training, on this machine or several."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class StartedRanks:
         log: IO[bytes],
         across: Across | None,
     ) -> None:
-        """Start them under a reaper, themselves or a launcher; they meet and report in ``path``."""
+        """Start the ranks, or their launcher, under a reaper; the ranks report in ``path``."""
         self.path = path
         self._across = across
         self._log, self._log_began_at = log, log.tell()
@@ -103,10 +103,10 @@ class StartedRanks:
             command = of_all(launched, launcher_s=_LAUNCHER_S)
             environment = across.environment()
         self.process = start(command, environment, log)
-        """The reaper."""
+        """The reaper's process."""
 
     def end_the_failed(self) -> None:
-        """End all machines' ranks once those of one have failed: not every launcher does."""
+        """End the ranks on all machines once a rank has failed: not every launcher does that."""
         if self._across is None or not self._has_failed():
             return
         now = time.monotonic()
@@ -119,27 +119,27 @@ class StartedRanks:
         return any(exit_.status for exit_ in exits) or (self.path / REFUSED_FILE).is_file()
 
     def _left(self) -> list[RanksLeft]:
-        """The files that each machine's ranks left, those first that failed."""
+        """Files that each machine's ranks left; machines with a failed rank come first."""
         if self._across is None:
             return [read_left(self.path)]
         every = [read_left(self.path / str(node)) for node in range(self._across.nodes)]
         return sorted(every, key=lambda left: not any(exit_.status for exit_ in left.exits))
 
     def wait(self) -> None:
-        """Wait a moment, or until they have ended."""
+        """Wait until the ranks have ended, at most ``TOLD_S`` seconds."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(TOLD_S)
         self.end_the_failed()
 
     def end(self, *, timeout_s: float = 0.0, is_late: bool = False) -> Ending:
-        """End what still runs; what they left. ``is_late``: their ``timeout_s`` are over."""
+        """End what still runs and return what it left; ``is_late``: after ``timeout_s`` seconds."""
         end_reaper(self.process)
         raise_refused(self.path)
         reports, damaged = read_reports(self.path / REPORTS)
         left = self._left()
         exits = tuple(exit_ for each in left for exit_ in each.exits)
         code = self.process.returncode
-        if self._failed_at is not None:  # they were ended here, and that is no word of theirs
+        if self._failed_at is not None:  # the launcher's status is not the ranks' own
             code = next((status_of(exit_.status) for exit_ in exits if exit_.status), code)
         said_bytes = os.fstat(self._log.fileno()).st_size - self._log_began_at
         return Ending(
@@ -154,7 +154,7 @@ class StartedRanks:
 
 
 def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
-    """The reports of the ranks, and a line for each report that cannot be read."""
+    """Return the ranks' reports, and one line for each report that cannot be read."""
     reports: list[RankReport] = []
     damaged: list[str] = []
     for path in sorted(folder.glob("rank-*.json")):
@@ -163,7 +163,7 @@ def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]
             reports.append(kept_report(report))
         except OSError as error:
             damaged.append(f"the report {path.name} cannot be read: {error.strerror}")
-        except ValueError as error:  # msgspec's errors are
+        except ValueError as error:  # msgspec's errors are ValueErrors
             damaged.append(f"the report {path.name} cannot be read: {' '.join(str(error).split())}")
     return tuple(reports), tuple(damaged)
 
@@ -173,13 +173,13 @@ class EngineLauncher(TrialLauncher):
     """Launches trials of this package's engine."""
 
     checkpoint_directory: Path | None = None
-    """The folder below which each trial that saves has its own while it runs; None: the log's."""
+    """Folder in which each trial that saves gets a temporary one of its own; None: the log's."""
     profiling: Profiling | None = None
-    """Records that its ranks make of their memory, in a folder beside its log."""
+    """Memory records that each rank makes, in a folder beside the log; None: none."""
     logit_range: bool = False
-    """The statistics that cost something."""
+    """True if the statistics include the range of the logits: one more pass over them."""
     across: Across | None = None
-    """The way ranks are started on several machines; None: on this one alone."""
+    """How ranks are started on several machines; None: on this machine alone."""
 
     def _run(self, one: OneLaunch) -> TrialResult:
         log_path, began_unix, limit_s = Path(one.log.name), time.time(), one.timeout_s
@@ -193,7 +193,7 @@ class EngineLauncher(TrialLauncher):
         raise_refusal(reports := ending.reports)
         outcome, reason = classify(spec, ending)
         began_s = [r.first_step_at_unix_s for r in reports if r.first_step_at_unix_s is not None]
-        if spec.is_memory_only:  # figures that would pass for a training's
+        if spec.is_memory_only:  # its losses and times would pass for a training's
             untrained = dict.fromkeys(("losses", "gradient_norms", "step_times_s"), ())
             reports = tuple(each.replace(**untrained) for each in reports)
         result = TrialResult(
@@ -206,7 +206,7 @@ class EngineLauncher(TrialLauncher):
         return _with_speed(spec, result)
 
     def _recorded(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
-        """The trial with a folder of its own for the snapshots of its memory, if it records any."""
+        """The trial, with a folder for its memory snapshots if any are recorded."""
         if self.profiling is None:
             return spec
         directory = snapshot_folder(log_path)
@@ -215,7 +215,7 @@ class EngineLauncher(TrialLauncher):
         return spec.replace(memory_snapshots=order)
 
     def _with_statistics(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
-        """The trial that writes statistics beside its log; a memory-only one would mislead."""
+        """The trial, told to write statistics beside its log; a memory-only one writes none."""
         if spec.is_memory_only:
             return spec
         files = StatisticsFiles(
@@ -231,9 +231,9 @@ def _tell(ranks: StartedRanks, on_phase: OnPhase) -> None:
 
 @contextmanager
 def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
-    """The trial with a new directory below ``parent`` to save in, if it saves. It is gone when this
-    returns, with all that is in it. The reaper removes it too, should this process not live to do
-    it. ``parent`` may be a user's: it is made, never removed.
+    """Give the trial, if it saves, a new directory below ``parent``, which is removed with its
+    content when the block ends. The reaper removes it if this process dies first. ``parent`` may be
+    a user's: it is made if missing and never removed.
     """
     if spec.settings.checkpoint == "none" and spec.settings.save_hf == "never":
         yield spec
@@ -244,7 +244,7 @@ def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
 
 
 def raise_refusal(reports: tuple[RankReport, ...]) -> None:
-    """Raise what a worker refused: the user hears it, and it is no outcome."""
+    """Raise the first refusal that a worker reported: the user reads it, and it is no outcome."""
     for report in reports:
         failure = report.failure
         if failure is not None and failure.kind == "refused":

@@ -1,13 +1,13 @@
-"""The outcome of a foreign trainer's trial, from outside: exit status, signals, and its log.
+"""Classify a foreign trainer's trial from outside, by its exit status, signals and log.
 
-Nobody reports from within. So a length fits only where the trainer exited 0, its log shows the
-steps with a proof beside them, and no allocation failed among them; and does not fit only where
-want of memory certainly ended the trial: by the last error of the rank that failed, or by the
-kernel. What proves neither is a crash, or a timeout.
+No process reports from within. So a length *fits* only if the trainer exited 0, its log shows the
+steps with a proof beside them, and no allocation failed during them. It does *not* fit only if lack
+of memory certainly ended the trial: by the last error of the rank that failed, or by the kernel. A
+log that proves neither is a crash or a timeout.
 
-What counts of errors is the last one of each rank that is no consequence of another's: a rank that
-loses its peer says so, and so does the launcher, after the error that began it. An error that its
-rank went on after, by its steps or by its words, did not end it.
+Of each rank the last error counts that is no consequence of another rank's: a rank that loses its
+peer reports an error too, and so does the launcher. An error after which its rank went on, by its
+steps or by its words, did not end the trial.
 """
 
 import math
@@ -35,9 +35,9 @@ _TYPED = re.compile(
     r"(?P<kind>(?!nccl[A-Z])(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt)"
     r"(?:\(\w+\))?)(?:: ?(?P<text>.*))?"
 )
-"""An exception's type and text; what NCCL calls its results, ``ncclSystemError``, is none."""
+"""An exception's type and text. NCCL's result names, such as ``ncclSystemError``, do not match."""
 _RAISED = re.compile(r"(?P<kind>[A-Za-z_][\w.]*(?:\(\w+\))?)(?:: ?(?P<text>.*))?")
-"""Any exception, where a traceback ends."""
+"""Any exception in the last line of a traceback."""
 _LOGGED = re.compile(
     r"[^'\"`]{0,200}?\b(?:ERROR|CRITICAL|FATAL)\b[^'\"`]{0,200}?"
     r"(?P<kind>(?<![\w.])(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*Error): ?(?P<text>.*)"
@@ -46,16 +46,16 @@ _SAID = re.compile(
     r"[^'\"`]{0,200}?\b(?P<kind>ERROR|Error|error|CRITICAL|FATAL)\b[^'\"`]{0,200}?"
     rf"(?P<text>{TORCH_SENTENCE}.*)"
 )
-"""The sentence of PyTorch's allocator where an error is told without its type."""
+"""The sentence of PyTorch's allocator in a line that does not name the exception's type."""
 _REFUSED = re.compile(r"(?P<kind>[\w./-]+(?: [\w./-]+){0,4}: error): (?P<text>\S.*)")
-"""Words of a command line's parser for words that it does not take."""
+"""Sentence of a command-line parser that refuses its arguments."""
 _CAUSES = "The above exception was the direct cause of the following exception:"
 _ABORTS = "terminate called after throwing an instance of"
 _BROKEN_LINES = 3
-"""Lines after an error's first one that belong to its text, whatever they look like."""
+"""Lines after an error's first line that belong to its text, whatever they look like."""
 _LONGER_LINES = 12
-"""Lines after an error's first one over which its text may go: a failure of CUDA that NCCL met, or
-a sentence that was broken at 80 columns."""
+"""Lines after an error's first line that may continue its text: a CUDA failure that NCCL met, or a
+sentence broken at 80 columns."""
 _NCCL_WARNED = re.compile(r"NCCL WARN .*(?:out of memory|Failed to CUDA \w*alloc)")
 _WENT_ON = re.compile(
     r"\b(?:skips|skipped|skipping|dropp(?:ed|ing)|retr(?:y|ies|ying)|(?:trying|run) again"
@@ -64,10 +64,10 @@ _WENT_ON = re.compile(
     r"|(?:reducing|decreasing|lowering|halving) .{0,40}\bto)\b",
     re.IGNORECASE,
 )
-"""Words of a trainer that an error did not end it."""
+"""Words by which a trainer says that it went on after an error."""
 _WARNED = re.compile(r"(?<!NCCL )\bWARN")
 _FROM_THE_START = re.compile(r"<module>|<frozen|_bootstrap|ray::")
-"""In a traceback's first frame: nobody caught the exception on its way out of the program."""
+"""Matches a traceback's first frame if nobody caught the exception before the program ended."""
 _OF_ANOTHER = re.compile(
     r"(?:^|[ .])(?:ChildFailedError|SignalException|CalledProcessError|DistNetworkError"
     r"|DistStoreError|RayTaskError\(?.*|RayActorError|ActorDiedError|ActorUnavailableError"
@@ -83,7 +83,7 @@ _AFTER_ANOTHER = re.compile(
     r"|Timed out waiting \d+ms|DataLoader worker .{0,40} exited unexpectedly",
     re.IGNORECASE,
 )
-"""Texts that say so."""
+"""Texts that say that another process ended, or that a peer was lost."""
 
 
 class LoggedError(NamedTuple):
@@ -91,17 +91,17 @@ class LoggedError(NamedTuple):
 
     stream: str
     at: int
-    """Index of its line."""
+    """Index of its line in the log."""
     kind: str
     text: str
     memory: Exhausted | None
-    """The memory that it says ran out; None: it is about something else."""
+    """The kind of memory that ran out; None if the error is about something else."""
     is_consequence: bool = False
-    """True if it says that another process failed, or went away."""
+    """True if the error says that another process failed or went away."""
     is_uncaught: bool = False
-    """True if it certainly ended its rank."""
+    """True if the error certainly ended its rank."""
     went_on: bool = False
-    """True if its rank says that it went on."""
+    """True if its rank says that it went on after the error."""
 
     @property
     def said(self) -> str:
@@ -110,13 +110,13 @@ class LoggedError(NamedTuple):
 
 
 def errors_of(lines: Sequence[LogLine], *, device: Device) -> list[LoggedError]:
-    """Every error in a log, in its order; of a chain of causes the first that is memory's."""
+    """List all errors of a log in order. Of a chain of causes, the first about memory counts."""
     streams: dict[str, list[tuple[int, LogLine]]] = {}
     for at, line in enumerate(lines):
         streams.setdefault(line.stream, []).append((at, line))
     found = [error for stream, own in streams.items() for error in _of_stream(stream, own, device)]
     if device == "cuda" and any(_NCCL_WARNED.search(line.text) for line in lines):
-        # NCCL's error names its reason, or leaves it to the warning before it
+        # NCCL's error names its reason, or leaves it to the warning before it.
         found = [
             error._replace(memory=error.memory or "device_memory")
             if "unhandled cuda error" in error.text
@@ -127,11 +127,11 @@ def errors_of(lines: Sequence[LogLine], *, device: Device) -> list[LoggedError]:
 
 
 def ending_error(errors: Sequence[LoggedError], *, progress_at: int | None) -> LoggedError | None:
-    """The error that ended the trial; None where none is certain to have.
+    """The error that ended the trial; None if no error certainly did.
 
-    ``progress_at`` is the line that shows the last step: whoever wrote an error before it went on,
-    unless the error is known to have ended its rank. Where some are known to, the first of those
-    decides; else want of memory is the reason only where no rank says anything different.
+    ``progress_at`` is the index of the line that shows the last step: a rank with an older error
+    went on, unless the error is known to have ended it. If some errors are known to have, the first
+    of them decides; else lack of memory is the reason only if no rank reports anything else.
     """
     last: dict[str, LoggedError] = {}
     for error in errors:
@@ -196,7 +196,7 @@ def _of_stream(
 
 
 def _raised(text: str, *, in_traceback: bool) -> tuple[str, str] | None:
-    """The exception's type and text in a line; None where it has none."""
+    """The exception's type and text in a line; None if the line has no exception."""
     found = _TYPED.fullmatch(text) or _LOGGED.fullmatch(text) or _REFUSED.fullmatch(text)
     found = found or _SAID.fullmatch(text)
     if found is None and in_traceback:
@@ -207,7 +207,7 @@ def _raised(text: str, *, in_traceback: bool) -> tuple[str, str] | None:
 def _judged(
     error: LoggedError, following: Sequence[tuple[int, LogLine]], device: Device
 ) -> LoggedError:
-    """Tell what an error is about, by its text and the lines that go on with it."""
+    """Fill in from an error's whole text which memory ran out, and whether it is a consequence."""
     whole = " ".join((error.text, *_until_other(following)))
     memory = logged_memory(error.kind, whole, device=device)
     after = _OF_ANOTHER.search(error.kind) or _AFTER_ANOTHER.search(whole)
@@ -215,7 +215,7 @@ def _judged(
 
 
 def _until_other(lines: Sequence[tuple[int, LogLine]]) -> Iterator[str]:
-    """The rest of an error's text: what follows, up to an empty line or what begins another."""
+    """Yield the rest of an error's text, up to an empty line or the start of another error."""
     for _, line in lines:
         if not line.text.strip() or TRACEBACK[:-1] in line.text:
             return
@@ -228,14 +228,14 @@ _KILLED = re.compile(
     r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)|terminated with signal SIGKILL"
     r"|killed by signal: Killed|return code = -9\b|^(?:.*\d\s+)?Killed\b"
 )
-"""Words of launchers and shells that a process was killed."""
+"""Words by which launchers and shells say that a process was killed."""
 
 _ERROR = re.compile(r"\W{0,8}(?:error|fatal|critical)\b(?!\W{0,4}(?:\d|none\b))", re.IGNORECASE)
-"""Beginning of a line of an error; ``error: 0.02`` is a figure."""
+"""Beginning of a line that reports an error; ``error: 0.02`` is a figure and does not match."""
 _NOT_EACH = "not each in its turn with its own loss: `--done-pattern REGEX` says what does"
 _AGAIN = re.compile(r"\b(?:retr(?:y|ies|ying)|attempt|(?:try|trying) again|batch)\b", re.IGNORECASE)
 _SOON = 4
-"""Lines from a failed allocation on in which another attempt is spoken of."""
+"""Number of lines, from a failed allocation on, in which a new attempt would be announced."""
 
 EndedFor = Literal["timeout", "hang"]
 
@@ -244,32 +244,32 @@ class ForeignEnding(Record, frozen=True, kw_only=True):
     """The end of the processes of a foreign trainer's trial."""
 
     exit_code: int | None
-    """Exit status of what was started, 128 + n for signal n; None where it was ended."""
+    """Exit status of the command, 128 + n for signal n; None if the trial was ended."""
     ended_for: EndedFor | None = None
-    """Why it was ended: time was up, or nothing moved after memory had run out."""
+    """Why the trial was ended: its time was up, or nothing moved after memory had run out."""
     timeout_s: float
     log: str
-    """The end of what it wrote."""
+    """The end of the log."""
     steps_done: int | None = None
-    """Steps by whoever prepared the trial; None: by the question's pattern, or the usual signs."""
+    """Steps counted by whoever prepared the trial; None: by the pattern, or the usual signs."""
     is_stuck: bool = False
-    """Whether, when it was ended, a process had gone or none was working."""
+    """True if a process had gone, or none was working, when the trial was ended."""
     kernel_kills: int = 0
-    """Processes that the kernel killed for want of memory meanwhile, in its control group."""
+    """Processes in the control group that the kernel killed for lack of memory meanwhile."""
 
 
 class Evidence(Record, frozen=True, kw_only=True):
-    """Evidence of a log while its trial runs."""
+    """Steps and lack of memory that the log of a running trial shows."""
 
     steps: int
     has_run_out: bool
-    """True if the last error of a rank says that memory ran out, and nothing went on after it."""
+    """True if the last error of a rank says that memory ran out, and no step came after it."""
     is_certain: bool
     """True if that error certainly ended its rank."""
 
 
 def evidence_of(spec: TrialSpec, log: str) -> Evidence:
-    """Read the log of a trial that still runs for its steps, and for memory."""
+    """Read the steps, and errors about memory, from the log of a trial that still runs."""
     lines = log_lines(log)
     done = _progress(spec, lines)
     error = ending_error(errors_of(lines, device=spec.device), progress_at=done.at)
@@ -296,7 +296,7 @@ def classify_foreign(spec: TrialSpec, ending: ForeignEnding) -> Verdict:
         return _ended(spec, ending, done, error)
     if ending.exit_code == 0:
         return _exited_well(spec, ending, done, lines, errors)
-    # what runs out after the last step, as an evaluation, says nothing of the steps
+    # An error after the last step, as in an evaluation, says nothing about the steps.
     is_done = done.is_over or (done.steps >= spec.steps and done.loss is not None)
     if error is not None and error.memory is not None and not is_done:
         is_signalled = ending.exit_code > SIGNALLED
@@ -313,7 +313,7 @@ def _progress(spec: TrialSpec, lines: Sequence[LogLine]) -> StepsShown:
 def _ended(
     spec: TrialSpec, ending: ForeignEnding, done: StepsShown, error: LoggedError | None
 ) -> Verdict:
-    """Decide for a trial that was ended: by its log where that is certain, else a timeout."""
+    """Outcome of a trial that was ended: out of memory if its log is certain, else a timeout."""
     has_run_out = error is not None and error.memory is not None
     if error is not None and has_run_out and (error.is_uncaught or ending.is_stuck):
         outcome, reason = _ran_out(spec, error)
@@ -331,7 +331,7 @@ def _exited_well(
     lines: Sequence[LogLine],
     errors: Sequence[LoggedError],
 ) -> Verdict:
-    """Decide for a trial that exited 0, which proves nothing by itself."""
+    """Outcome of a trial that exited 0, which proves nothing by itself."""
     pattern = None if spec.foreign is None else spec.foreign.done_pattern
     takes_any = pattern == "" and ending.steps_done is None
     error = ending_error(errors, progress_at=done.at)
@@ -359,12 +359,12 @@ def _exited_well(
 def _failed_allocation(
     done: StepsShown, lines: Sequence[LogLine], errors: Sequence[LoggedError]
 ) -> str | None:
-    """A word of an allocation that failed during the steps, caught or not; None without one.
+    """Text of an allocation that failed during the steps, caught or not; None without one.
 
-    A trainer that leaves out a batch, or tries it again, counts the step all the same. What fails
-    before training is said to begin, as a kernel that is tried and not taken, says nothing, unless
-    it is followed by another attempt; where nobody says that it begins, whatever stands before the
-    first step may be of it.
+    It matters although the trainer exited 0: a trainer that skips or repeats a batch counts its
+    step all the same. A failure before the start of training, such as a kernel that is tried and
+    not chosen, counts only if another attempt follows. If the log does not say when training
+    starts, a failure before the first step counts too.
     """
     said = {error.at: error.said for error in errors if error.memory is not None}
     texts = [line.text.strip() for line in lines] + [""]
@@ -386,7 +386,7 @@ def _failed_allocation(
 def _late_error(
     done: StepsShown, lines: Sequence[LogLine], errors: Sequence[LoggedError]
 ) -> str | None:
-    """An error after what shows the last step, which an earlier run may have shown; None: none."""
+    """First error after the line of the last step; None without one."""
     after = (done.at or 0) + 1
     own = {error.at: error.said for error in errors if not (error.went_on or error.is_consequence)}
     texts = ((at, lines[at].text.strip()) for at in range(after, len(lines)))
@@ -394,7 +394,7 @@ def _late_error(
 
 
 def _unproven(spec: TrialSpec, done: StepsShown, error: LoggedError | None) -> str:
-    """Why a trial that exited 0 is no fit, in words."""
+    """Say why a trial that exited 0 is no fit."""
     if error is not None:
         return f"exited 0, {_steps(spec, done)}; its last error: {error.said}"
     if done.is_shown:
@@ -410,7 +410,7 @@ def _unproven(spec: TrialSpec, done: StepsShown, error: LoggedError | None) -> s
 def _killed_by_the_kernel(
     spec: TrialSpec, ending: ForeignEnding, lines: Sequence[LogLine]
 ) -> Verdict | None:
-    """The verdict where the kernel killed for want of memory, and the log tells of a kill."""
+    """Verdict if the kernel killed for memory and the exit status or the log shows it."""
     if not ending.kernel_kills or ending.exit_code == 0:
         return None
     is_ended_stuck = ending.exit_code is None and ending.is_stuck
@@ -432,7 +432,7 @@ def _ran_out(spec: TrialSpec, error: LoggedError) -> Verdict:
 def _crash(
     exit_code: int, done: StepsShown, error: LoggedError | None, errors: Sequence[LoggedError]
 ) -> str:
-    """A crash in words: how it exited, and the error that says most."""
+    """Describe a crash: exit status, steps done, and the error that says most."""
     how = how_ended(exit_code)
     after = f" after {counted(done.steps, 'step')}" if done.steps else ""
     said = error or next(reversed(errors), None)

@@ -1,12 +1,12 @@
-"""ForeignLauncher: a trial of another trainer, by its own entry point, seen from outside. It goes
-from what the trainer reads to a classified result; nothing of it is left running.
+"""ForeignLauncher: run another trainer's trial by its own command and classify it from outside. No
+process of it is left running.
 
-``--memory`` on GPUs is a bound of PyTorch's own allocator: every process reads PYTORCH_ALLOC_CONF,
-whose ``per_process_memory_fraction`` bounds what is reserved of the whole card. Context and NCCL
-come on top. Source: c10/cuda/CUDAAllocatorConfig.h of PyTorch 2.11 to 2.13.
+``--memory`` on GPUs bounds PyTorch's own allocator: every process reads PYTORCH_ALLOC_CONF, whose
+``per_process_memory_fraction`` limits the reserved share of the whole card. Context and NCCL come
+on top. Source: c10/cuda/CUDAAllocatorConfig.h of PyTorch 2.11 to 2.13.
 
-The peak is sampled ten times a second, and may be missed: on GPUs what the driver reports as used,
-of each; on the CPU the largest data segment among the trial's processes, which RLIMIT_DATA bounds.
+Peaks are sampled ten times a second; one may be missed. On GPUs they are the memory that the driver
+reports as used; on the CPU, the largest data segment of a process, bounded by RLIMIT_DATA.
 """
 
 import json
@@ -52,7 +52,7 @@ from highwater.trials.foreign_classify import (
 )
 from highwater.trials.inputs import prepared_model, refuse_full_disk
 from highwater.trials.job import exit_code_of, start
-from highwater.trials.nodes import across
+from highwater.trials.nodes import across_nodes
 from highwater.trials.probe import probe
 from highwater.trials.ranks import answered
 from highwater.trials.reaper import under_reaper
@@ -68,19 +68,19 @@ from highwater.units import GIB, MIB, format_bytes
 
 SAMPLES_PER_S = 10
 _MOSTLY = 0.5
-"""Share of a trial's time that a process has lived which is a rank, and no helper of one."""
+"""A process that lived for this share of a trial's time counts as a rank, not as a helper."""
 _AROUND_S = 5.0
-"""Seconds before the last line of a log in which whoever wrote it may have gone."""
+"""A process that went within this many seconds before the log's last line may have written it."""
 _IDLE_SHARE = 0.05
-"""Share of a core below which a process waits. A hang in NCCL spins and looks like work; there the
-rank that failed is known by its error."""
+"""Share of one core below which a process counts as idle. A hang in NCCL spins and looks like work;
+then the rank that failed is known by its error."""
 
 
 class SampledPeak:
-    """Peaks seen of one trial so far, sampled in a thread of their own."""
+    """Peaks that a thread has sampled of one trial so far."""
 
     def __init__(self, reaper: int, gpus: Sequence[int]) -> None:
-        """Watch what runs under a reaper, by process id, on these GPUs; none: on the CPU."""
+        """Watch the processes under a ``reaper`` (process id) and these GPUs; none: the CPU."""
         self._reaper = reaper
         self._gpus = gpus
         self._used_bytes = [0] * len(gpus)
@@ -88,17 +88,17 @@ class SampledPeak:
         self._segment_bytes = 0
         self._began = self._worked_at = time.monotonic()
         self._seen: dict[int, tuple[float, float]] = {}
-        """When a process was seen first and last, by its id."""
+        """First and last time that each process was seen, by process id."""
         self._alive: frozenset[int] = frozenset()
         self._cpu_s: dict[int, float] = {}
 
     @property
     def idle_s(self) -> float:
-        """Seconds since any of its GPUs worked, or its processes took CPU time to speak of."""
+        """Seconds since a GPU of the trial last worked, or a process used 5 % of a core."""
         return time.monotonic() - self._worked_at
 
     def has_lost_a_process(self, since: float) -> bool:
-        """True if a process that had been there for most of the trial went about then, or later."""
+        """True if a process went after ``since``, or shortly before, that had lived for long."""
         return any(
             pid not in self._alive
             and last >= since - _AROUND_S
@@ -107,7 +107,7 @@ class SampledPeak:
         )
 
     def ranks(self) -> tuple[RankReport, ...]:
-        """A report for each GPU, one on the CPU, with what was sampled alone."""
+        """One report for each GPU (one in all on the CPU), with only the sampled peaks."""
         if not self._gpus:
             memory = RankMemory(peak_data_segment_bytes=self._segment_bytes or None)
             return (RankReport(rank=0, memory=memory),)
@@ -121,7 +121,7 @@ class SampledPeak:
         )
 
     def sample(self, handles: Sequence[object]) -> None:
-        """Look once."""
+        """Take one sample."""
         import pynvml
 
         for position, handle in enumerate(handles):
@@ -153,7 +153,7 @@ class SampledPeak:
         self._alive = frozenset(alive)
 
     def _note_work(self, pid: int, cpu_s: float) -> None:
-        """Note that a process took more than a twentieth of a core since it last did."""
+        """Note that a process used more than a twentieth of a core since the last sign of work."""
         now, before_s = time.monotonic(), self._cpu_s.get(pid)
         if before_s is None or cpu_s - before_s > _IDLE_SHARE * (now - self._worked_at):
             self._cpu_s[pid] = cpu_s
@@ -162,7 +162,7 @@ class SampledPeak:
 
 @contextmanager
 def sampled_peak(reaper: int, gpus: Sequence[int]) -> Generator[SampledPeak]:
-    """Sample a trial for as long as this is open."""
+    """Sample a trial's peaks in a thread while the block runs."""
     peak, over = SampledPeak(reaper, gpus), Event()
     thread = Thread(target=_sample, args=(peak, gpus, over), daemon=True)
     thread.start()
@@ -177,7 +177,7 @@ def _sample(peak: SampledPeak, gpus: Sequence[int], over: Event) -> None:
     import pynvml
 
     handles: list[object] = []
-    with suppress(pynvml.NVMLError):  # no driver: nothing of a GPU is seen
+    with suppress(pynvml.NVMLError):  # without a driver no GPU is sampled
         if gpus:
             pynvml.nvmlInit()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in gpus]
@@ -189,7 +189,7 @@ def _sample(peak: SampledPeak, gpus: Sequence[int], over: Event) -> None:
 
 
 def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
-    """Tell readers, once each, what to know of these trials; HighwaterError if they cannot be."""
+    """Collect, once each, the notes on these trials; raise HighwaterError if one cannot run."""
     said: dict[str, None] = {}
     for spec in specs:
         if spec.foreign is None:
@@ -206,13 +206,13 @@ def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
 
 
 def _has_flash(program: str) -> bool:
-    """True if flash attention is installed in the Python that starts a trainer."""
+    """True if flash attention is installed for the Python that runs ``program``."""
     python = python_of(program)
     return python is not None and _FLASH in versions_there(python, (_FLASH,))
 
 
 def python_of(program: str) -> Path | None:
-    """The interpreter in the first line of a program that pip installed; None of any other."""
+    """Python interpreter named in the first line of a script that pip installed; else None."""
     found = shutil.which(program)
     if found is None:
         return None
@@ -224,7 +224,7 @@ def python_of(program: str) -> Path | None:
 
 @cache
 def versions_there(python: Path, packages: tuple[str, ...]) -> Mapping[str, str]:
-    """Versions of packages as an interpreter finds them; none of those it lacks or will not say."""
+    """Versions of the packages that an interpreter has installed; none if it does not answer."""
     command: Sequence[str] = [str(python), "-P", "-c", _ASK, *packages]
     try:
         done = answered(command, environment=clean_environment("native"), timeout_s=_ASK_S)
@@ -244,17 +244,17 @@ _ASK = (
     "print(json.dumps({name: of(name) for name in sys.argv[1:]}))"
 )
 _ASK_S = 60.0
-"""Seconds that the answer may take: nothing is imported, but a disk may be far away."""
+"""Longest wait for the versions, in seconds: nothing is imported, but a disk may be far away."""
 _SHEBANG_BYTES = 256
 _OVER_BYTES = 2 * GIB
-"""Bytes that another trainer's context and NCCL may take more than our engine's. A trainer whose
-memory is not PyTorch's goes past the bound by far more."""
+"""Bytes by which another trainer's context and NCCL may exceed our engine's. A trainer that does
+not use PyTorch's allocator exceeds the bound by far more."""
 _DIGITS = 6
-"""Digits of the fraction: of the largest card a millionth is a few hundred KiB."""
+"""Digits of the fraction: a millionth of the largest card is a few hundred KiB."""
 
 
 def bounded_allocator(spec: TrialSpec, gpus: tuple[str, ...] | None) -> dict[str, str]:
-    """Variables that bound the allocators of a trial's processes; none without a bound."""
+    """Environment variables that bound the allocators of a trial's processes, if it has a bound."""
     budget = memory_budget(spec)
     totals = [gpu.memory_total_bytes for gpu in probe(gpus).gpus[: spec.layout.gpus]]
     if budget is None or spec.device == "cpu" or not totals:
@@ -272,7 +272,7 @@ def bounded_allocator(spec: TrialSpec, gpus: tuple[str, ...] | None) -> dict[str
 
 
 def past_the_bound(ranks: Sequence[RankReport]) -> str | None:
-    """Say that a GPU had more in use than its bound allows; None where none had."""
+    """Say which GPU had more memory in use than its bound allows; None if none had."""
     for rank in ranks:
         used, budget = rank.memory.device_used_bytes, rank.budget
         if used is None or budget is None or used <= budget.budget_bytes + _OVER_BYTES:
@@ -285,7 +285,7 @@ def past_the_bound(ranks: Sequence[RankReport]) -> str | None:
 
 
 def memory_budget(spec: TrialSpec) -> MemoryBudget | None:
-    """The parts of a trial's bound; None without one."""
+    """Split a trial's memory bound into context, NCCL and allocator; None without a bound."""
     if spec.memory_budget_bytes is None:
         return None
     context = context_bytes(spec.device, gpus=spec.layout.gpus)
@@ -301,13 +301,13 @@ def memory_budget(spec: TrialSpec) -> MemoryBudget | None:
 
 
 _READ_BYTES = 32 * MIB
-"""Bytes of a log's end that are judged: days of a progress bar that overwrites itself."""
+"""Bytes of the end of a log that are judged: days of a progress bar that overwrites itself."""
 SILENT_S = 30.0
-"""Seconds of silence after a rank ran out of memory, after which nobody is waited for any more. The
-others wait for it in a collective until the trainer's own time limit, ten minutes by default. What
-still works after it, a last checkpoint or the end of a log, is done or says something in less."""
+"""Seconds without output, after a rank ran out of memory, before a trial counts as hanging. The
+other ranks wait in a collective until the trainer's time limit, ten minutes by default. A rank that
+still works, on a last checkpoint for instance, writes something sooner."""
 _OF_THE_SHELL = ("HF_HUB_OFFLINE",)
-"""Variables that a foreign trainer has as the user's shell does: it may fetch its own data."""
+"""Variables that a foreign trainer inherits from the user's shell: it may download its own data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,9 +315,9 @@ class ForeignLauncher(TrialLauncher):
     """Launches trials of other trainers."""
 
     command: tuple[str, ...] | None = None
-    """The words of its command as they were typed, secrets and all. None: those of the trial."""
+    """The command as it was typed, secrets included; None: the trial's own."""
     silent_s: float = SILENT_S
-    """Silence after want of memory, in seconds, after which a trial is looked at for a hang."""
+    """Seconds without output, after memory ran out, before a trial is checked for a hang."""
 
     def _run(self, one: OneLaunch) -> TrialResult:
         spec, log, gpus, timeout_s, ended, on_phase = one
@@ -362,7 +362,7 @@ class ForeignLauncher(TrialLauncher):
 
 
 def launcher_in(request: Request) -> partial[EngineLauncher] | partial[ForeignLauncher]:
-    """Make the launcher of a request's trials, which can be pickled; it lacks ``log_directory``."""
+    """Make the launcher of a request's trials. It can be pickled and lacks ``log_directory``."""
     usual = {"timeout_s": request.timeout_s, "allow_busy": request.allow_busy}
     trainer = foreign_name(request.trainer)
     if trainer is not None:
@@ -374,16 +374,16 @@ def launcher_in(request: Request) -> partial[EngineLauncher] | partial[ForeignLa
         checkpoint_directory=None if saves_in is None else Path(saves_in),
         profiling=request.memory_profiler,
         logit_range=request.logit_range,
-        across=across(request),
+        across=across_nodes(request),
     )
 
 
 class _StuckError(Exception):
-    """Nothing moves any more after a rank ran out of memory."""
+    """The trial hangs after a rank ran out of memory."""
 
 
 class _Watch:
-    """Waits for a trial, tells its steps, and ends it where a rank's failure has stopped it."""
+    """Waits for a trial, reports its steps, and ends it if a rank's failure made it hang."""
 
     def __init__(
         self, one: OneLaunch, peak: SampledPeak, kills_before: int, silent_s: float
@@ -393,11 +393,11 @@ class _Watch:
         self._size, self._grew_at = -1, time.monotonic()
         self._phase = "starting"
         self._found: Evidence | None = None
-        """Evidence of the log, where it was looked at since it last grew."""
+        """Evidence read from the log since it last grew; None: not read yet."""
         self.is_stuck = False
 
     def wait(self, process: subprocess.Popen[bytes]) -> tuple[int | None, EndedFor | None]:
-        """The exit status of the trial; None, and why, where it was ended."""
+        """Wait for the exit status. If the trial had to be ended: None, and the reason."""
         limit_s, ended = self._one.timeout_s, self._one.ended
         try:
             code = exit_code_of(process, timeout_s=limit_s, ended=ended, tell=self._tell)
@@ -421,7 +421,7 @@ class _Watch:
         return f"step {min(steps + 1, self._spec.steps)} of {self._spec.steps}"
 
     def _judge(self) -> None:
-        """Raise where the log is silent because a rank is gone, or waited for in vain."""
+        """Raise _StuckError if the log is silent because a rank is gone or the others wait."""
         has_lost = self._peak.has_lost_a_process(self._grew_at)
         self.is_stuck = has_lost or self._peak.idle_s > self._silent_s
         is_killed = kernel_kills() > self._kills_before and has_lost
@@ -433,7 +433,7 @@ class _Watch:
 
 
 _SHOWN_BYTES = 64 * 1024
-"""Bytes of a log's end in which the step is looked for that is told while a trial runs."""
+"""Bytes of a log's end in which the current step is searched while a trial runs."""
 
 
 def _environment(

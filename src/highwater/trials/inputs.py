@@ -1,5 +1,5 @@
-"""What a training or a trial starts from: corpora and directories to train from, made by a job of
-the data plane and kept for the next time, and the files of a model that other machines need.
+"""Inputs of a training or a trial: corpora and model directories, which a job of the data plane
+makes and a cache keeps, and model files that other machines need.
 """
 
 import shutil
@@ -32,7 +32,7 @@ from highwater.trials.trial_process import (
 from highwater.units import MIB, MOST_SECONDS, format_bytes
 
 _PREPARE_S = 3600.0
-"""Longest time of a preparation: random weights of 70 billion parameters take minutes to write."""
+"""Longest time of a preparation: writing random weights of 70 billion parameters takes minutes."""
 _BF16_BYTES = 2
 _ELSEWHERE = "name another folder: `export XDG_CACHE_HOME=/path`"
 
@@ -44,9 +44,9 @@ def tokenised(
     on_phase: OnPhase = unheard,
     ended: Event | None = None,
 ) -> Corpus:
-    """The corpus of an order, made where it is not there yet, in ``parent`` or with all others;
-    blocks until it is. Raises what the process refused, and MachineError where it failed. When
-    ``ended`` is set, the process is ended and TrialEndedError raised.
+    """The corpus that ``order`` asks for, made in ``parent`` (default: the cache) if it is not
+    there; blocks until it is. Raises what the tokenising process refused, MachineError if it
+    failed, and TrialEndedError after ``ended`` is set, which stops it.
     """
     refuse_package_obstacles(probe(), before="no data can be tokenised here: ")
     elsewhere = _ELSEWHERE if parent is None else "use another `--output`"
@@ -69,12 +69,12 @@ def tokenised(
 def prepared_model(
     spec: TrialSpec, ended: Event, on_phase: OnPhase, documents: DocumentOrder | None = None
 ) -> Path:
-    """The directory to train from, after the documents are written, if any are asked for. No
-    process is started where it is there already and none are. Raises what the preparation refused,
-    and MachineError where it failed or has no room.
+    """The model directory to train from; ``documents``, if any, are written first. Starts no
+    process if the directory exists and no documents are asked for. Raises what the preparation
+    refused, and MachineError if it failed or has no room.
     """
     refuse_full_disk(spec)
-    there = _there(spec)
+    there = _existing(spec)
     if there is not None and documents is None:
         return there
     cache = cache_directory("models")
@@ -100,7 +100,7 @@ def prepared_model(
 
 @contextmanager
 def _room(parent: Path, *, kind: str, problem: str, elsewhere: str = _ELSEWHERE) -> Generator[Path]:
-    """A job's folder below ``parent``, which is made. Raises MachineError where there is none."""
+    """Make a job's temporary folder below ``parent``; MachineError if that is not possible."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with private_folder(parent, kind=kind) as folder:
@@ -112,8 +112,8 @@ def _room(parent: Path, *, kind: str, problem: str, elsewhere: str = _ELSEWHERE)
 
 
 def refuse_full_disk(spec: TrialSpec) -> None:
-    """Raise MachineError where random weights would have to be written and there is no room."""
-    if not missing_files(Path(spec.model_directory)).weights or _there(spec) is not None:
+    """Raise MachineError if random weights have to be written and the disk has no room for them."""
+    if not missing_files(Path(spec.model_directory)).weights or _existing(spec) is not None:
         return
     cache = cache_directory("models")
     needed_bytes = _BF16_BYTES * load_model(spec.model_directory).shape.parameters
@@ -127,8 +127,8 @@ def refuse_full_disk(spec: TrialSpec) -> None:
         )
 
 
-def _there(spec: TrialSpec) -> Path | None:
-    """The model's own directory where nothing is missing, or what was made of it; None: neither."""
+def _existing(spec: TrialSpec) -> Path | None:
+    """The model's own directory if complete, else its completed copy in the cache, else None."""
     source = Path(spec.model_directory)
     missing = missing_files(source)
     if not any(missing):
@@ -138,7 +138,7 @@ def _there(spec: TrialSpec) -> Path | None:
 
 
 _MOST_SENT_BYTES = 32 * MIB
-"""A configuration with its tokenizer is less, weights are more."""
+"""Largest size of files that are sent: a configuration with its tokenizer fits, weights do not."""
 
 
 class ModelFiles(Record, frozen=True, kw_only=True):
@@ -146,12 +146,12 @@ class ModelFiles(Record, frozen=True, kw_only=True):
 
     directory: str
     sizes: dict[str, int]
-    """Bytes of each file, by its name."""
+    """Size of each file in bytes, by its name."""
     contents: dict[str, bytes] | None = None
-    """The content of the files; None where they are too large to be sent."""
+    """Content of each file; None if together they are too large to be sent."""
 
     def missing(self) -> str | None:
-        """Why this machine does not have the model; None where it does, or is sent it."""
+        """Say which file this machine lacks; None if it has all of them, or is sent them."""
         if self.contents is not None:
             return None
         folder = Path(self.directory)
@@ -164,7 +164,7 @@ class ModelFiles(Record, frozen=True, kw_only=True):
         return None
 
     def placed(self, folder: Path) -> Path:
-        """The directory to open the model from: its own, or ``folder`` with what was sent."""
+        """The directory to open the model from: its own, or ``folder`` with the sent files."""
         if self.contents is None:
             return Path(self.directory)
         folder.mkdir(parents=True)
@@ -174,14 +174,14 @@ class ModelFiles(Record, frozen=True, kw_only=True):
 
     @property
     def way(self) -> str:
-        """The way that nodes come by the model, in words."""
+        """Say how nodes get the model."""
         if self.contents is None:
             return f"{self.directory} is read on each node, as a path that all share"
         return "the files of the model are sent to the nodes"
 
 
 def model_files(directory: Path) -> ModelFiles:
-    """The files of a model; those in folders below its own are left out."""
+    """List a model's files, without those in subfolders."""
     paths = [path for path in sorted(directory.iterdir()) if path.is_file()]
     sizes = {path.name: path.stat().st_size for path in paths}
     contents = None

@@ -1,10 +1,9 @@
-"""A job: a process of the data plane, or ranks of it, under a reaper that this process holds.
+"""A job: a process of the data plane, or several ranks, under a reaper that this process holds.
 
-An order goes in as JSON, a report comes back as JSON (``nouns/trial.py``), both in a folder
-that is the job's alone. The process is fresh, and nothing of it is left running; what it writes
-goes to a log, so that one that leaves no report is told by its last words, or by the signal that
-ended it. Trials, trainings and benchmarks are started, awaited and ended here too; what they
-report, and how that is judged, is their own.
+An order goes in and a report comes back as JSON (``nouns/trial.py``), both in the job's own folder.
+The process is fresh, and no process of it is left running. Its output goes to a log: if it leaves
+no report, its last words or the signal that ended it say why. Trials, trainings and benchmarks are
+started, awaited and ended here too; each defines its own reports and judges them.
 """
 
 import signal
@@ -36,40 +35,40 @@ _END_S = 30.0
 _LAST_LINES = 3
 _PHASE_BYTES = 1024
 SIGNALLED = 128
-"""Exit statuses above it are signals, as shells and a reaper tell them."""
+"""Exit statuses above this are signals, as shells and the reaper report them."""
 Report = TypeVar("Report")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Generic[Report]):
-    """An order for a module of the data plane, and words for where it leaves no report."""
+    """An order for a module of the data plane, and the words of an error if it leaves no report."""
 
     module: str
     report: type[Report]
     order: Record | None = None
-    """None: the module takes none, and is told the path of its report alone."""
+    """None: the module takes no order, only the path of its report."""
     words: tuple[str, ...] = ()
-    """Words that the module is told, after order and report."""
+    """Command-line words for the module, after the paths of order and report."""
     ranks: int | None = None
-    """Processes that run the module, as ranks of one group; None: one, which is no rank."""
+    """Number of ranks that run the module as one group; None: one process that is no rank."""
     environment: Mapping[str, str]
     timeout_s: float
     grace_s: float | None = None
-    """Seconds that it has to end what it started elsewhere; None: it is ended at once."""
+    """Seconds that the job has to end what it started elsewhere; None: it is ended at once."""
     first_phase: str = "starting"
-    """Its doing, in words, until it says so itself."""
+    """Phase shown until the job names one."""
     failure: str
-    """The failure to do it, in words that its last ones follow."""
+    """Beginning of the error message, which the job's last words follow."""
     late: str | None = None
-    """Subject that "took more than" ``timeout_s`` seconds; None: ``failure`` says so."""
+    """Subject of the message "took more than" ``timeout_s`` seconds; None: ``failure`` is used."""
     hint: str | None = None
-    """A hint to type after a failure; None: it depends on how the process ended."""
+    """Hint after a failure; None: it depends on how the process ended."""
 
     def run(
         self, folder: Path, *, ended: Event | None = None, on_phase: OnPhase = unheard
     ) -> Report:
-        """The report, made in ``folder``; nothing of the job runs afterwards. Raises what it
-        refused, MachineError where it left no report, and TrialEndedError when ``ended`` is set.
+        """Run the job in ``folder`` and return its report; no process of it is left. Raises what it
+        refused, MachineError if it left no report, and TrialEndedError after ``ended`` is set.
         """
         order, report, log = folder / "order.json", folder / "report.json", folder / "log"
         words = [str(report), *self.words]
@@ -98,7 +97,7 @@ class Job(Generic[Report]):
 
 
 def raise_refused(folder: Path) -> None:
-    """Raise what a job refused, if it did, as it left word in its folder."""
+    """Raise the refusal that a job left in its folder, if there is one."""
     if (path := folder / REFUSED_FILE).is_file():
         raise from_json(path.read_bytes(), Refused).error()
 
@@ -106,7 +105,7 @@ def raise_refused(folder: Path) -> None:
 def start(
     command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], *, is_read: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start what ``under_reaper`` made; output goes to the log, or a pipe where it ``is_read``."""
+    """Start a command made by ``under_reaper``; it writes to the log, or to a pipe to be read."""
     return started(
         command,
         environment=environment,
@@ -117,7 +116,7 @@ def start(
 
 
 def phase_in(folder: Path, otherwise: str = "starting") -> str:
-    """The phase that a job last told in its folder; ``otherwise``: where it told none yet."""
+    """The phase that a job last reported in its folder; ``otherwise`` if it has reported none."""
     try:
         said = read_file(folder / PHASE_FILE, most_bytes=_PHASE_BYTES)
     except OSError:
@@ -133,9 +132,9 @@ def exit_code_of(
     tell: Callable[[], None],
     grace_s: float | None = None,
 ) -> int | None:
-    """Wait for the end of what runs under a reaper, and ``tell`` meanwhile twice a second; its exit
-    status, None when time was up. Nothing of it runs any more when this returns or raises; it
-    raises TrialEndedError when ``ended`` is set.
+    """Wait until the processes under a reaper end, calling ``tell`` twice a second, and return the
+    exit status; None if time was up. None of them runs any more when this returns or raises. Raises
+    TrialEndedError after ``ended`` is set.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -155,7 +154,7 @@ def exit_code_of(
 
 
 def end_reaper(process: subprocess.Popen[bytes]) -> None:
-    """End the reaper and all under it at once; a second Ctrl-C waits, and orphans nothing."""
+    """End the reaper and all under it at once. A second Ctrl-C is held back until nothing runs."""
     process.send_signal(END_AT_ONCE)
     deadline = time.monotonic() + _END_S
     interrupt: KeyboardInterrupt | None = None
@@ -172,7 +171,7 @@ def end_reaper(process: subprocess.Popen[bytes]) -> None:
 
 
 def failed(what: str, log: Path, status: int | None, *, hint: str | None = None) -> MachineError:
-    """The error of a process that left no answer; ``what`` could not be done, in words."""
+    """Make the error for a process that left no report; ``what`` says what could not be done."""
     if hint is None:
         is_exit = status is not None and status <= SIGNALLED
         hint = INSTALL_HINT if is_exit else "see whether memory is left, `free -h`, and try again"
@@ -180,14 +179,14 @@ def failed(what: str, log: Path, status: int | None, *, hint: str | None = None)
 
 
 def last_words(log: Path, status: int | None) -> str:
-    """The end of a process and its last three log lines; ``status``: None where time was up."""
+    """How a process ended, and its last three log lines; ``status`` None: time was up."""
     how = "time was up" if status is None else how_ended(status)
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return f"{how}: {' / '.join(lines[-_LAST_LINES:])}" if lines else f"{how}, without a word"
 
 
 def how_ended(status: int) -> str:
-    """``exited with 3``, or ``ended by signal 9 (SIGKILL)``, also of what a reaper ran."""
+    """``exited with 3``, or ``ended by signal 9 (SIGKILL)``. Takes -n and 128 + n for signal n."""
     number = -status if status < 0 else status - SIGNALLED
     try:
         return f"ended by signal {number} ({signal.Signals(number).name})"

@@ -29,7 +29,7 @@ from highwater.trials.probe import EMPTY_GPU_BYTES, probe
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Occupant:
-    """The hold of a trial on its place, from its start to its end."""
+    """A running trial and the place it holds."""
 
     spec: TrialSpec
     ended: Event = field(default_factory=Event)
@@ -39,10 +39,10 @@ OccupantT = TypeVar("OccupantT", bound=Occupant)
 
 
 class SeveralAtOnce(ABC, Generic[OccupantT]):
-    """A ``Runner`` whose trials have each a place and a thread of its own."""
+    """A ``Runner`` that gives each trial a place and a thread."""
 
     def __init__(self, most_trials: int | None) -> None:
-        """``most_trials`` bounds the trials at a time; None: as many as there is room for."""
+        """``most_trials``: largest number at a time; None: as many as there is room for."""
         self._most_trials = most_trials
         self._running: list[OccupantT] = []
         self._changed = Condition()
@@ -50,15 +50,15 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
 
     @abstractmethod
     def _has_room(self, spec: TrialSpec) -> bool:
-        """True if there is a place beside the trials that run; the lock is held."""
+        """True if there is a place beside the running trials. Called with the lock held."""
 
     @abstractmethod
     def _place(self, spec: TrialSpec) -> OccupantT:
-        """A place for a trial; the lock is held. Raises MachineError where there is none."""
+        """Give a trial a place; MachineError if there is none. Called with the lock held."""
 
     @abstractmethod
     def _launched(self, launch: Launch, place: OccupantT, on_phase: OnPhase) -> TrialResult:
-        """Run a trial to its end, as ``Launcher.launch`` does."""
+        """Run a trial to its end in its place, as ``Launcher.launch`` does."""
 
     def has_room(self, spec: TrialSpec) -> bool:
         """True if a trial would start now, as ``Runner`` says."""
@@ -71,12 +71,12 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
         with self._changed:
             place = self._place(launch.spec)
             self._running.append(place)
-        # A daemon: the reaper ends the trial of a process that dies.
+        # A daemon thread: if this process dies, the reaper ends the trial.
         Thread(target=self._run, args=(launch, place, on_phase, future), daemon=True).start()
         return future
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-        """Run one trial to its end; it is ended where this is interrupted."""
+        """Run one trial to its end. An interrupt ends the trial and is raised."""
         try:
             return self.submit(Launch(spec=spec, attempt=attempt, repeat=repeat)).result()
         except BaseException:
@@ -84,7 +84,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
             raise
 
     def close(self) -> None:
-        """End whatever runs. A Ctrl-C meanwhile is heard when nothing runs any more."""
+        """End all trials. A Ctrl-C meanwhile is raised only after none runs any more."""
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
@@ -102,7 +102,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
     def _run(
         self, launch: Launch, place: OccupantT, on_phase: OnPhase, future: Future[TrialResult]
     ) -> None:
-        """Launch a trial in a thread of its own, which starts its processes and lives as long."""
+        """Launch a trial, in the thread that starts its processes and lives as long as they do."""
         result, error = None, None
         try:
             result = self._launched(launch, place, on_phase)
@@ -111,7 +111,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
         with self._changed:
             self._running.remove(place)
             self._changed.notify_all()
-        # Only now: whoever hears of the end finds the place free.
+        # Only now: whoever is told of the end finds the place free.
         if error is not None:
             future.set_exception(error)
         elif result is not None:
@@ -127,23 +127,23 @@ class _LocalOccupant(Occupant):
     is_alone: bool
     """True if no other trial may run beside it."""
     had_company: bool
-    """True if another one ran beside it at any time."""
+    """True if another trial ran beside it at any time."""
     waits: bool = False
-    """True if it waits to be launched once more, alone; it has no processes then."""
+    """True while it waits, without processes, to be launched once more alone."""
 
 
 class LocalRunner(SeveralAtOnce[_LocalOccupant]):
     """Runs the trials of a launcher on this machine; each has GPUs of its own.
 
-    Trials that keep states in host memory run alone, and host memory is counted for the others. One
-    that ran out of host memory beside others is launched once more, alone.
+    A trial that keeps states or activations in host memory runs alone; for the others, host memory
+    is counted. A trial that ran out of host memory beside others is launched once more, alone.
     """
 
     def __init__(
         self, launcher: Launcher, *, machine: Machine | None = None, most_trials: int | None = None
     ) -> None:
-        """``machine``, as it was read when nothing ran; None: read now. ``most_trials`` at a time;
-        None: as many as there is room for on GPUs, one on the CPU.
+        """``machine``: read while nothing ran; None: read now. ``most_trials`` at a time; None: as
+        many as there is room for on GPUs, one on the CPU.
         """
         super().__init__(most_trials)
         self._launcher = launcher
@@ -162,7 +162,7 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
         return taken_bytes + host_bytes(spec) <= self._machine.host_memory_available_bytes
 
     def _free_gpus(self) -> list[Gpu]:
-        """GPUs that no trial has: of the first one's kind, those that others use last."""
+        """GPUs of the first one's kind that no trial has; those that others use come last."""
         taken = {gpu for each in self._running for gpu in each.gpus or ()}
         free = [gpu for gpu in alike(self._machine.gpus) if str(gpu.index) not in taken]
         return sorted(free, key=lambda gpu: gpu.memory_used_bytes > EMPTY_GPU_BYTES)
@@ -198,7 +198,7 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
         return result
 
     def _wait_until_alone(self, running: _LocalOccupant) -> None:
-        """Wait until no other trial has processes; raises TrialEndedError where it is ended."""
+        """Wait until no other trial has processes; TrialEndedError if this one is ended."""
         with self._changed:
             running.waits = running.is_alone = True
             self._changed.notify_all()
@@ -214,7 +214,7 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
 
 
 def with_time_left(launch: Launch, began: float) -> Launch:
-    """A launch with what is left of its time, which began then, for it to be launched once more."""
+    """The launch, with the time left since ``began`` (monotonic, in seconds) as its timeout."""
     if launch.timeout_s is None:
         return launch
     left_s = max(0.0, launch.timeout_s - (time.monotonic() - began))
@@ -222,7 +222,7 @@ def with_time_left(launch: Launch, began: float) -> Launch:
 
 
 def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs that are of the first one's kind: trials on others would measure something else."""
+    """The GPUs of the first one's kind: a trial on another kind would measure something else."""
     return tuple(
         gpu
         for gpu in gpus
@@ -232,13 +232,13 @@ def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def host_bytes(spec: TrialSpec) -> int:
-    """Host memory that a trial takes at least: processes, states, on the CPU all of its limit."""
+    """Host memory that a trial takes at least: processes, states, on the CPU its whole limit."""
     each = PROCESS_BYTES + (spec.memory_budget_bytes or 0 if spec.device == "cpu" else 0)
     return spec.layout.machine_gpus * each + _kept_on_the_host(spec)
 
 
 def is_alone(spec: TrialSpec) -> bool:
-    """True of states in host memory, whose bandwidth and pinned pages a trial would share."""
+    """True if a trial keeps tensors in host memory: bandwidth and pinned pages would be shared."""
     return spec.device == "cuda" and _kept_on_the_host(spec) > 0
 
 
@@ -253,7 +253,7 @@ def _kept_on_the_host(spec: TrialSpec) -> int:
 
 
 def blames_the_host(result: TrialResult, spec: TrialSpec) -> bool:
-    """True if the machine's memory ran out, and not what the trial itself may take."""
+    """True if the machine's memory ran out, rather than the trial's own limit."""
     if spec.device == "cuda":
         return result.outcome is Outcome.HOST_OUT_OF_MEMORY
     failures = (rank.failure for rank in result.ranks)

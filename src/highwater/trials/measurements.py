@@ -1,8 +1,8 @@
-"""Measurements by jobs: constants of GPUs, and attentions, a line for each result.
+"""Measurements in jobs: constants of GPUs, and benchmarks of attentions, one line for each result.
 
-A benchmark of attentions has a group of processes for each attention and mode: one rank for each
-GPU, which go from case to case while all of them fit, to compile an attention only once. A case
-that fails ends its group, and the next one begins with fresh processes.
+An attention benchmark starts a group of processes, one rank for each GPU, for each attention and
+mode. The group goes from case to case while all of them fit, so that an attention is compiled only
+once. A case that fails ends its group, and the next case begins with fresh processes.
 """
 
 import time
@@ -46,18 +46,18 @@ from highwater.units import MIB, format_bytes
 _MEASURES = "highwater.engine.bench.attention.benchmark"
 _HINT = "`highwater doctor` says what this machine lacks"
 _SET_UP_S = {"cpu": 60.0, "cuda": 240.0}
-"""Seconds that a process may take to start and compile, besides its passes."""
+"""Seconds that a process may take to start and compile, in addition to its passes."""
 _PASSES_WITHIN_LIMIT = 3
-"""Passes that a case has time for: a first one, one for memory, and a timed one."""
+"""Passes that a case has time for: a warm-up, one for memory, and a timed one."""
 _OTHERS_S = 2.0
-"""Seconds that the other ranks have to tell of a case once one of them has failed."""
+"""Seconds that the other ranks have to report a case after one of them has failed."""
 _ASKED_S = 0.02
 _ROOM_BYTES = 64 * MIB
-"""Memory that tensors need beside the runtime for anything to be measured."""
+"""Least memory for tensors, besides the runtime's, for anything to be measured."""
 
 
 def read_constants(gpus: int) -> Constants:
-    """Constants of ``gpus`` GPUs, read in half a minute; MachineError where nothing is read."""
+    """Measure constants of ``gpus`` GPUs in half a minute; MachineError if nothing is measured."""
     machine = probe()
     refuse_package_obstacles(machine)
     refuse_torch_without_gpu(machine)
@@ -78,8 +78,8 @@ def read_constants(gpus: int) -> Constants:
 
 @contextmanager
 def bench_lines(order: BenchOrder, *, measures: str = _MEASURES) -> Generator[Iterator[BenchLine]]:
-    """Each result of a benchmark as it is known, while the block runs; nothing of it runs
-    afterwards. ``measures``: the module that measures. MachineError: nothing can be.
+    """Yield each result of a benchmark as soon as it is known; no process is left after the block.
+    ``measures``: the module that measures. Raises MachineError if nothing can be measured.
     """
     refuse_package_obstacles(probe())
     with private_folder() as folder, closing(_lines(order, folder, measures)) as lines:
@@ -112,7 +112,7 @@ def _lines(order: BenchOrder, folder: Path, measures: str) -> Generator[BenchLin
 def _share_lines(
     share: BenchShare, begin: Callable[[BenchShare], "_BenchRanks"]
 ) -> Iterator[BenchLine]:
-    """The check and the cases of one implementation and mode; a failure starts another group."""
+    """Yield the check and the cases of one implementation and mode; after a failure, start anew."""
     order = share.order
     set_up_s = _SET_UP_S[order.device]
     while not share.is_checked or share.next_case() is not None:
@@ -135,7 +135,7 @@ def _share_lines(
 
 
 def _check(share: BenchShare, parts: Sequence[BenchPart]) -> BenchCheck:
-    """Compare what the ranks found with what may be off."""
+    """Compare the differences that the ranks found with the tolerance of the dtype."""
     ended, tolerance = _worst(parts), OFF_AT_THE_MOST[share.order.dtype]
     found: dict[str, float | None] = {}
     reason = ""
@@ -182,14 +182,14 @@ def _worst(parts: Sequence[BenchPart]) -> BenchPart:
 
 
 class _BenchRanks:
-    """The processes of a share. Nothing of them runs any more after the block."""
+    """The processes of one share of a benchmark; none is left after the block."""
 
     def __init__(self, share: BenchShare, *, folder: Path, measures: str) -> None:
         self._device: Device = share.order.device
         self._count = share.processes
         self._folder = Path(mkdtemp(dir=folder))
         self._told = 0
-        """Parts that every process has told."""
+        """Number of parts that have been read from every process."""
         order = self._folder / "share.json"
         order.write_text(to_json(share), encoding="utf-8")
         environment = clean_environment("expandable")
@@ -211,7 +211,7 @@ class _BenchRanks:
         end_reaper(self._process)
 
     def parts(self, limit_s: float) -> list[BenchPart]:
-        """The next part of each process by rank; late ones are left once one has failed."""
+        """Wait for the next part of each process, by rank; a late one "took too long"."""
         parts: dict[int, BenchPart] = {}
         deadline_s = time.monotonic() + limit_s
         while len(parts) < self._count and time.monotonic() < deadline_s:
@@ -220,7 +220,7 @@ class _BenchRanks:
             parts |= {rank: part for rank, part in new.items() if part is not None}
             if is_over:
                 for exit_ in read_left(self._folder).exits:
-                    parts.setdefault(exit_.rank, self._died(exit_))
+                    parts.setdefault(exit_.rank, self._ending_of(exit_))
                 break
             if any(part is not None and part.ending != "done" for part in new.values()):
                 deadline_s = min(deadline_s, time.monotonic() + _OTHERS_S)
@@ -230,15 +230,15 @@ class _BenchRanks:
         return [parts.get(rank, late) for rank in range(self._count)]
 
     def _part(self, rank: int) -> BenchPart | None:
-        """The next part of a process, where it has told it."""
+        """The next part of a process; None if it has not reported one yet."""
         try:
             lines = (self._folder / f"parts-{rank}").read_bytes().split(b"\n")[:-1]
         except FileNotFoundError:
             return None
         return from_json(lines[self._told], BenchPart) if len(lines) > self._told else None
 
-    def _died(self, ended: RankExit) -> BenchPart:
-        """Classify the end of a process that told nothing, by its last words."""
+    def _ending_of(self, ended: RankExit) -> BenchPart:
+        """Classify the end of a process that reported nothing, by its last words."""
         said = ended.output
         with suppress(OSError):
             said = (self._folder / f"stderr-{ended.rank}").read_text(errors="replace")
@@ -251,7 +251,7 @@ class _BenchRanks:
 
 
 def _refuse_memory(order: BenchOrder, machine: BenchMachine) -> None:
-    """Raise MachineError where an order's memory cannot be used here."""
+    """Raise MachineError if the memory that an order asks for cannot be used here."""
     asked, has, takes = order.memory_bytes, machine.memory_total_bytes, machine.outside_bytes
     least = takes + _ROOM_BYTES
     if asked is None:

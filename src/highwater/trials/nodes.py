@@ -1,8 +1,8 @@
-"""Ranks across machines: a user's launcher, ``srun``, starts one process of ours on each, ``python
--m highwater.trials.nodes FOLDER VERSION``, which becomes the reaper of that machine's ranks.
+"""Ranks across machines. The user's launcher, for instance ``srun``, starts ``python -m
+highwater.trials.nodes FOLDER VERSION`` on each, which becomes the reaper of that machine's ranks.
 
-The order and all reports lie in a folder on a file system that every machine sees. The ranks meet
-through a file beside it, or else through the port that the launcher names.
+The order and all reports lie in a folder that every machine sees. The ranks meet through a file
+beside it, or else through the port that the launcher names.
 """
 
 import os
@@ -37,46 +37,46 @@ _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_NTASKS"),  # srun
     ("SLURM_NODEID", "SLURM_NNODES"),
 )
-"""Variables in which launchers say which process of how many one is, the innermost first."""
+"""Variables by which launchers number a process and count all of them; innermost launcher first."""
 _MEETING = (
     *("MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
 )
-"""Variables in which launchers say at which port ranks meet. Source: torch's rendezvous.py."""
+"""Variables by which launchers name the port where ranks meet. Source: torch's rendezvous.py."""
 _ORDER = "node.json"
 
 
 class NodeOrder(Record, frozen=True, kw_only=True):
-    """Order of what every machine is to start, with the machine that asks."""
+    """Order for every machine: ranks to start, and how to be like the asking machine."""
 
     trial: TrialSpec
     worker: tuple[str, ...]
-    """The command of one rank."""
+    """The command that starts one rank."""
     store: str | None
-    """The file through which all ranks meet; None: the launcher's port."""
+    """The file through which all ranks meet; None: they meet at the launcher's port."""
     grace_s: float | None
-    """Seconds that ranks have to save when they are told to end; None: none."""
+    """Seconds that ranks have to save after they are told to end; None: none."""
     allow_busy: bool
     device_name: str
-    """Its GPUs as their driver names them, or ``CPU``."""
+    """Name of the asking machine's GPUs by their driver, or ``CPU``."""
     config_digest: str
-    """Digest of the model's configuration, as it lies there."""
+    """Digest of the model's configuration on the asking machine."""
 
 
 class Across(Record, frozen=True, kw_only=True):
-    """The way the ranks of several machines are started, and where they meet."""
+    """How the ranks of several machines are started, and where they meet."""
 
     launcher: tuple[str, ...]
     nodes: int
     rendezvous: Path | None
-    """The file beside which each start has a folder with its own; None: the launcher's port."""
+    """A file in whose folder each start makes a folder of its own; None: the launcher's port."""
     shared: Path
     """A folder that every machine sees."""
     allow_busy: bool
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Note, before anything else, that a port is open, where one is."""
+        """A warning if ranks meet at an open port, shown before anything else; else empty."""
         if self.rendezvous is not None:
             return ()
         return (
@@ -86,7 +86,7 @@ class Across(Record, frozen=True, kw_only=True):
 
     @contextmanager
     def folder(self) -> Generator[Path]:
-        """A folder of one start that every machine sees and this user alone may read."""
+        """Make the folder of one start, which every machine sees and only this user may read."""
         if self.rendezvous is not None:
             self.rendezvous.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_shared(self.rendezvous.parent, self.shared)
@@ -98,7 +98,7 @@ class Across(Record, frozen=True, kw_only=True):
     def command(
         self, trial: TrialSpec, worker: list[str], folder: Path, *, grace_s: float | None
     ) -> list[str]:
-        """The command that starts all ranks, whose order is left in a start's folder."""
+        """Write the order into ``folder`` and return the command that starts all ranks."""
         order = NodeOrder(
             trial=trial,
             worker=tuple(worker),
@@ -112,14 +112,14 @@ class Across(Record, frozen=True, kw_only=True):
         return [*self.launcher, *module("highwater.trials.nodes", str(folder), __version__)]
 
     def environment(self) -> dict[str, str]:
-        """The user's environment without what an outer launcher says of this process."""
+        """The user's environment without what an outer launcher set for this process."""
         outer = {*_MEETING, *(rank for rank, _ in _LAUNCHERS)}
         return {name: value for name, value in os.environ.items() if name not in outer}
 
 
-def across(request: Request) -> Across | None:
-    """The way a request starts ranks on several machines; None: it is of this one alone. Raises
-    UsageError where nobody could start them, or somebody else could read where they meet.
+def across_nodes(request: Request) -> Across | None:
+    """How a request's ranks are started on several machines; None for this machine alone. Raises
+    UsageError without a usable launcher, or if others can access the folder where ranks meet.
     """
     example = f"srun --nodes {max(2, request.nodes)} --ntasks-per-node 1 --kill-on-bad-exit"
     if request.nodes == 1:
@@ -156,7 +156,7 @@ def across(request: Request) -> Across | None:
 
 
 def _refuse_shared(folder: Path, beside: Path) -> None:
-    """Refuse a folder that others can write into: they could join the ranks that meet there."""
+    """Raise UsageError if others can access ``folder``: they could join the ranks there."""
     problem = _not_private(folder)
     if problem is not None:
         names = (beside / f"rendezvous-{number}" for number in count(1))
@@ -188,10 +188,10 @@ def _device_name(trial: TrialSpec) -> str:
 
 
 def main() -> NoReturn:
-    """Be one machine's process: become the reaper of its ranks, or leave word why not."""
+    """Become the reaper of this machine's ranks, or leave a file that says why not."""
     parent, folder, version = os.getppid(), Path(sys.argv[1]), sys.argv[2]
     try:
-        command, environment = _share(folder, version, parent)
+        command, environment = _reaper_command(folder, version, parent)
     except HighwaterError as error:
         refused = Refused(
             problem=f"{socket.gethostname()}: {error.problem}", hint=error.hint, is_machine=True
@@ -202,8 +202,8 @@ def main() -> NoReturn:
     os.execve(command[0], command, environment)  # noqa: S606 -- words, and no shell
 
 
-def _share(folder: Path, version: str, parent: int) -> tuple[list[str], dict[str, str]]:
-    """The command of this machine's reaper and its environment, as the order says."""
+def _reaper_command(folder: Path, version: str, parent: int) -> tuple[list[str], dict[str, str]]:
+    """The command and environment of this machine's reaper; raises if the machine is unfit."""
     if version != __version__:
         raise _unlike("highwater", __version__, version)
     order = from_json((folder / _ORDER).read_bytes(), NodeOrder)
@@ -257,7 +257,7 @@ def _unlike(what: str, mine: str, theirs: str) -> MachineError:
 
 
 def _number(nodes: int, environment: Mapping[str, str]) -> int:
-    """Number of this machine, from 0, as its launcher says."""
+    """Number of this machine, from 0, by its launcher's variables."""
     for rank, size in _LAUNCHERS:
         number, processes = environment.get(rank, ""), environment.get(size, "")
         if not (number.isdecimal() and processes.isdecimal()):
@@ -281,7 +281,7 @@ def _bad_launcher(problem: str) -> UsageError:
 
 
 def _port(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that say at which port the ranks meet, as the launcher set them."""
+    """The variables that name the port where the ranks meet, as the launcher set them."""
     named = {name: environment[name] for name in _MEETING if name in environment}
     if not {"MASTER_ADDR", "MASTER_PORT"} <= named.keys():
         raise UsageError(

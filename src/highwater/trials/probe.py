@@ -1,9 +1,8 @@
-"""Probe: what this machine is; imports no torch.
+"""Probe: read this machine's GPUs, host memory and installed versions, without importing torch.
 
-It reads GPUs as the driver reports them, host memory, and installed versions.
-``CUDA_VISIBLE_DEVICES`` is honoured, so that the GPUs listed are the ones that a trial will see.
-Its indices count by PCI bus, as the driver does; trials run with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``,
-whatever the shell has, and so count alike.
+GPUs are read from the driver. ``CUDA_VISIBLE_DEVICES`` is honoured, so that the GPUs listed are
+those that a trial will see. Its indices count by PCI bus, as the driver does; trials run with
+``CUDA_DEVICE_ORDER=PCI_BUS_ID``, whatever the shell has, and so count alike.
 """
 
 import os
@@ -29,12 +28,12 @@ from highwater.trials.ranks import answered
 from highwater.units import GIB, format_bytes
 
 EMPTY_GPU_BYTES = GIB
-"""Used memory up to which a GPU counts as empty. A driver reports up to about 0.6 GiB as used on an
-empty card; a CUDA context of somebody else's adds as much again."""
+"""Used memory up to which a GPU counts as empty. A driver reports up to about 0.6 GiB in use on an
+empty card; a CUDA context of another user adds as much again."""
 
 _PACKAGES = ("highwater", "torch", "transformers", "safetensors", "nvidia-ml-py")
 _NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
-"""First release that works, first not known to, as in the extra ``train`` of pyproject.toml."""
+"""First release that works and first that may not, as in the extra ``train`` of pyproject.toml."""
 OLDEST = {
     "peft": (0, 20),
     "torchao": (0, 18),
@@ -45,18 +44,18 @@ OLDEST = {
     "mlflow": (3, 17),
     "trackio": (0, 43),
 }
-"""The first release that works of what some settings need, as in pyproject.toml's extras."""
+"""First release that works of packages that some settings need, as in pyproject.toml's extras."""
 INSTALL_COMMAND = "pip install '.[train]'"
 INSTALL_HINT = f"`{INSTALL_COMMAND}` in the checkout of highwater"
 _TORCH_REQUIREMENT = "torch>=2.11,<2.14"
 _ENDING_S = 10.0
 _RANK = "highwater.engine.training.worker"
-_INSTALLED = cache(version)  # keeps no PackageNotFoundError: what is missing may yet come
+_INSTALLED = cache(version)  # not the error for a missing package, which may yet come
 _ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available())"
 
 
 def probe(visible: Sequence[str] | None = None) -> Machine:
-    """Read this machine in milliseconds, with these ``visible`` GPUs or the environment's."""
+    """Read this machine, in milliseconds. ``visible``: GPUs to read; None: the environment's."""
     import pynvml
 
     shown = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else ",".join(visible)
@@ -75,7 +74,7 @@ def probe(visible: Sequence[str] | None = None) -> Machine:
 
 
 def environment(machine: Machine | None = None) -> Environment:
-    """A study's record of the machine, by default this one, and of allowed shell variables."""
+    """The machine (default: this one) and allowed shell variables, as a study records them."""
     machine = probe() if machine is None else machine
     return Environment(
         versions=machine.versions,
@@ -89,7 +88,7 @@ def environment(machine: Machine | None = None) -> Environment:
 
 
 def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
-    """The GPUs that a user names, else this machine's. Raises what ``cluster`` raises."""
+    """The GPUs that a user names, or else this machine's. Raises what ``cluster`` raises."""
     text = None if gpus is None else str(gpus)
     is_here = text is None or names_no_kind(text)
     memory_bytes = None if gpu_memory is None else card_memory(str(gpu_memory))
@@ -97,13 +96,13 @@ def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
 
 
 def busy_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """GPUs that somebody else uses: with processes, or more memory in use than an empty card."""
+    """The GPUs in use: those with processes or more memory in use than an empty card."""
     return tuple(gpu for gpu in gpus if gpu.processes or gpu.memory_used_bytes > EMPTY_GPU_BYTES)
 
 
 def refuse_busy_gpus(machine: Machine, *, count: int) -> None:
-    """Raise MachineError when one of the first ``count`` GPUs is in use by somebody else. Ranks
-    of ours whose launcher was killed end in a few seconds, which are waited for.
+    """Raise MachineError if one of the first ``count`` GPUs is in use. Ranks of ours whose launcher
+    was killed end within seconds: they are waited for.
     """
     busy = busy_gpus(machine.gpus[:count])
     ranks = [rank for gpu in busy for rank in _ranks_on(gpu)]
@@ -132,7 +131,7 @@ def refuse_unreadable_gpus(machine: Machine, *, count: int) -> None:
 
 
 def leave_out_unreadable(machine: Machine) -> str:
-    """A hint to type so that no trial uses a GPU that cannot be read."""
+    """Hint with a command that keeps trials off the GPUs that cannot be read."""
     if machine.gpus:
         visible = ",".join(str(gpu.index) for gpu in machine.gpus)
         return f"`CUDA_VISIBLE_DEVICES={visible}` leaves it out"
@@ -140,7 +139,7 @@ def leave_out_unreadable(machine: Machine) -> str:
 
 
 def package_obstacles(machine: Machine) -> tuple[str, ...]:
-    """Obstacles in the installed packages, a line each; ``INSTALL_HINT`` mends all of them."""
+    """One line for each needed package that is missing or unfit; ``INSTALL_HINT`` mends all."""
     obstacles: list[str] = []
     for package, (oldest, limit) in _NEEDED.items():
         installed = machine.versions.get(package)
@@ -160,7 +159,7 @@ def package_obstacles(machine: Machine) -> tuple[str, ...]:
 
 
 def refuse_package_obstacles(machine: Machine, *, before: str = "") -> None:
-    """Raise MachineError for obstacles in the packages, ``before`` which it says what cannot be."""
+    """Raise MachineError for missing or unfit packages; ``before`` begins its message."""
     obstacles = package_obstacles(machine)
     if obstacles:
         raise MachineError(f"{before}{'; '.join(obstacles)}", hint=INSTALL_HINT)
@@ -190,10 +189,10 @@ def refuse_torch_without_gpu(machine: Machine) -> None:
 
 
 def visible_indices(uuids: Sequence[str], visible: str | None) -> tuple[int, ...]:
-    """The driver's indices of GPUs that a CUDA program sees, in the order in which it sees them.
+    """The driver's indices of the GPUs that a CUDA program sees, in its order.
 
     ``visible`` is the value of ``CUDA_VISIBLE_DEVICES``. Entries are indices or beginnings of
-    UUIDs; as in CUDA, the list ends before the first one that names no GPU. Source: CUDA C++
+    UUIDs; as in CUDA, the list ends before the first entry that names no GPU. Source: CUDA C++
     Programming Guide, environment variables.
     """
     if visible is None:
@@ -214,13 +213,13 @@ def visible_indices(uuids: Sequence[str], visible: str | None) -> tuple[int, ...
 def read_gpus(
     nvml: Any, visible: str | None
 ) -> tuple[tuple[Gpu, ...], tuple[UnreadableGpu, ...], str | None]:
-    """The visible GPUs, those of them that cannot be read, and the driver's version. ``nvml`` is
-    the module ``pynvml`` or one like it. A GPU may have fallen off the bus, or share its memory
-    with the host and so have none to tell: that hides no other.
+    """The visible GPUs, the visible GPUs that cannot be read, and the driver's version. ``nvml`` is
+    the module ``pynvml`` or one like it. A GPU cannot be read if it fell off the bus, or shares the
+    host's memory and reports none of its own; the other GPUs are read all the same.
     """
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:  # no driver, no GPU, or no right to it: for trials all the same
+    except nvml.NVMLError:  # no driver, no GPU, or no right to it: trials cannot use any either
         return (), (), None
     try:
         driver_version = str(nvml.nvmlSystemGetDriverVersion())
@@ -244,7 +243,7 @@ def _uuid(nvml: Any, index: int) -> str:
     try:
         return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)))
     except nvml.NVMLError:
-        return ""  # no UUID names it; its index does
+        return ""  # without a UUID the GPU is known by its index
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
@@ -253,7 +252,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         processes = tuple(sorted(int(process.pid) for process in running))
-    except nvml.NVMLError:  # not told inside some containers
+    except nvml.NVMLError:  # some containers hide the processes
         processes = ()
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     return Gpu(
@@ -267,7 +266,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def refuse_missing_package(settings: Settings, versions: Mapping[str, str] | None = None) -> None:
-    """Refuse a missing or old package of the optimizer's or LoRA's, here or in ``versions``."""
+    """Raise MachineError if the optimizer or LoRA lacks a package, here or in ``versions``."""
     package = settings.optimizer_traits.package
     needed = [] if package is None else [(settings.optimizer, package, "use `--optimizer adamw`")]
     if settings.lora is not None:
@@ -278,7 +277,7 @@ def refuse_missing_package(settings: Settings, versions: Mapping[str, str] | Non
 
 
 def refuse_missing_reporters(names: Iterable[str]) -> None:
-    """Refuse a missing or old package of ``--report-to``."""
+    """Raise MachineError if a package for ``--report-to`` is missing or too old."""
     _refuse_missing([(f"--report-to {name}", name, f"leave `{name}` out") for name in names])
 
 
@@ -297,7 +296,7 @@ def _refuse_missing(
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """The installed versions of these packages; one that is missing is absent."""
+    """Installed versions by package; a missing package is left out."""
     return {each: found for each in packages if (found := _version(each)) is not None}
 
 
@@ -309,12 +308,12 @@ def _version(package: str) -> str | None:
 
 
 def release_of(installed: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
+    """The first two numbers of a version: (2, 11) of ``2.11.0+cu130``."""
     return tuple(map(int, re.findall(r"\d+", installed)[:2]))
 
 
 def _ranks_on(gpu: Gpu) -> Generator[psutil.Process]:
-    """Ranks of trials and trainings of ours that have memory on the GPU."""
+    """Yield the processes of our trials and trainings that have memory on the GPU."""
     for pid in gpu.processes:
         with suppress(psutil.Error):
             process = psutil.Process(pid)

@@ -1,8 +1,8 @@
-"""Ranks: the processes of one trial, one for each GPU, and what each of them leaves.
+"""Ranks: start the processes of one trial, one for each GPU, and keep each one's exit and output.
 
-That is its exit, and the end of its output. The ranks meet through a file in the trial's own
-folder, so that nobody listens for them. What they write goes to one log, as it comes; of each rank
-the end is kept apart, because an error in a log of several says nothing about who made it.
+The ranks meet through a file in the trial's own folder, so that no port is open. All write to one
+log. The end of each rank's output is also kept apart, because an error in a log of several ranks
+does not show which rank wrote it.
 """
 
 import os
@@ -20,7 +20,7 @@ from highwater.nouns.environment import STORE_VARIABLE
 
 _TAIL_BYTES = 64 * 1024
 _DRAINED_S = 5.0
-"""Bound on the time until a pipe is empty whose writers are all gone."""
+"""Bound on the time until a pipe is empty after all its writers have ended."""
 _EXITS = "exits.json"
 
 
@@ -35,9 +35,9 @@ def started(
     prepare: Callable[[], None] | None = None,
     is_apart: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a process of these words, which no shell sees; no other place starts a program.
-    ``keeps``: file descriptors that stay open; ``prepare`` runs in it before the program;
-    ``is_apart``: Ctrl-C in the terminal does not reach it.
+    """Start a program without a shell; nothing else starts one. ``keeps``: file descriptors that
+    stay open; ``prepare`` runs in the new process before the program; ``is_apart``: Ctrl-C in the
+    terminal does not reach it.
     """
     return subprocess.Popen(
         words,
@@ -57,7 +57,7 @@ def answered(
     environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Output and status of a short program; TimeoutExpired, and it is killed, if it is longer."""
+    """Run a short program to its end. After ``timeout_s``, kill it and raise TimeoutExpired."""
     pipe = subprocess.PIPE
     with started(words, environment=environment, stdout=pipe, stderr=pipe) as process:
         try:
@@ -69,38 +69,38 @@ def answered(
 
 
 class RankExit(Record, frozen=True, kw_only=True):
-    """The end of one rank's process; one that was killed because another had failed has none."""
+    """The end of one rank's process; a rank killed because another had failed has no record."""
 
     rank: int
     status: int
-    """The exit status; -n where signal n ended the process."""
+    """Exit status; -n if signal n ended the process."""
     output: str = ""
-    """The end of what the rank wrote."""
+    """The end of the rank's output."""
 
 
 class RanksLeft(Record, frozen=True, kw_only=True):
-    """Whatever the ranks of one machine left besides their reports."""
+    """All that the ranks of one machine left besides their reports."""
 
     exits: tuple[RankExit, ...] = ()
-    """Their ends, the first one first; empty where nobody lived to write it down."""
+    """Exits of the ranks, the earliest first; empty if no reaper lived to write them."""
     kernel_kills: int = 0
-    """Processes that the kernel killed for want of memory meanwhile."""
+    """Processes that the kernel killed for lack of memory meanwhile."""
 
 
 class RankShare(Record, frozen=True, kw_only=True):
-    """The ranks of one trial that one machine starts: all of them, or those that follow others."""
+    """The ranks of one trial that one machine starts: all of them, or a part."""
 
     count: int
     folder: str
-    """The file that says how they ended."""
+    """Folder for the file that says how the ranks ended."""
     first: int = 0
-    """The rank of the first."""
+    """Number of the first of these ranks."""
     world: int | None = None
-    """Ranks of the whole trial; None: these."""
+    """Number of ranks of the whole trial; None: ``count``."""
     store: str | None = None
     """The file through which all ranks meet; None: one in ``folder``."""
     is_at_port: bool = False
-    """True if they meet at the port that their environment names, and not through a file."""
+    """True if the ranks meet at the port that their environment names, and not through a file."""
 
 
 class Ranks:
@@ -114,11 +114,11 @@ class Ranks:
         prepare: Callable[[], None],
         is_plain: bool = False,
     ) -> None:
-        """Start ranks of ``command`` after ``prepare``; ``is_plain``: with this one's output."""
+        """Start the ranks, each after ``prepare``; ``is_plain``: without copying output."""
         self._folder, self._first = Path(share.folder), share.first
         self._kills_before = kernel_kills()
         self._processes: list[subprocess.Popen[bytes]] = []
-        """The processes, kept to the end: whoever reaps knows them by their ids."""
+        """The processes, kept until all ended, so that a reaped process id is known."""
         for local_rank in range(share.count):
             of_rank = {
                 "RANK": str(share.first + local_rank),
@@ -140,7 +140,7 @@ class Ranks:
         self.pids = {
             process.pid: rank for rank, process in enumerate(self._processes, start=share.first)
         }
-        # Only now: a process that has threads had better not fork.
+        # Threads start only now: a process with threads had better not fork.
         self._outputs = [_RankOutput() for _ in self._processes]
         self._copying = [
             Thread(target=output.copy, args=(process.stdout,), daemon=True)
@@ -151,7 +151,7 @@ class Ranks:
             thread.start()
 
     def leave_exits(self, statuses: Sequence[tuple[int, int]]) -> None:
-        """Write down who ended how, in this order; comes once none of them runs any more."""
+        """Write how each rank ended, in this order; called after all have ended."""
         for thread in self._copying:
             thread.join(_DRAINED_S)
         exits = tuple(
@@ -167,7 +167,7 @@ class Ranks:
 
 
 def read_left(folder: Path) -> RanksLeft:
-    """Read what the ranks left that wrote into ``folder``."""
+    """Read exits and kernel kills that the ranks left in ``folder``; empty if not readable."""
     try:
         return from_json((folder / _EXITS).read_bytes(), RanksLeft)
     except (OSError, msgspec.MsgspecError):
@@ -175,13 +175,13 @@ def read_left(folder: Path) -> RanksLeft:
 
 
 class _RankOutput:
-    """Passes on what a rank writes, and keeps its end."""
+    """Copies what a rank writes to the log, and keeps its end."""
 
     def __init__(self) -> None:
         self._kept = b""
 
     def copy(self, pipe: IO[bytes]) -> None:
-        """Copy to the log until nobody has the pipe. A full disk must not stop who writes."""
+        """Copy until the pipe has no writer. A full disk must not stop the rank."""
         while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
             self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
             left = memoryview(chunk)

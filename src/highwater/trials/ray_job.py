@@ -1,9 +1,9 @@
-"""A job on a Ray cluster: a process, the only one that imports Ray, which reads the nodes, or holds
-one trial on a node, and what runs there in a process that Ray starts.
+"""A job on a Ray cluster. Its process is the only one that imports Ray: it reads the nodes, or
+holds one trial on a node. The second half of the file runs there, in a process that Ray starts.
 
 Whatever Ray prints, its signals and its crashes stay in that process, which ``trials/job.py``
 starts, awaits and ends as any other. When it ends, even by kill -9, Ray ends what was started for
-it on any node. Ray brings this package to the nodes.
+it on any node. Ray copies this package to the nodes.
 
 Run as ``python -P -m highwater.trials.ray_runner ORDER REPORT``.
 """
@@ -53,33 +53,33 @@ from highwater.units import MIB
 
 LAUNCHED_BY = "highwater.trials.foreign_trial:launcher_in"
 AUTO = "auto"
-"""The address by which Ray looks itself: ``RAY_ADDRESS``, else the cluster of this machine."""
+"""Address at which Ray searches by itself: ``RAY_ADDRESS``, else this machine's cluster."""
 START = "`ray start --head` starts one on this machine"
 STATUS = "`ray status` shows the cluster"
 READ_S = 120.0
-"""Bound on the time until a node was read: Ray brings the package there, and torch is asked."""
+"""Longest time to read the nodes: Ray copies the package there, and torch is asked for GPUs."""
 END_S = 40.0
-"""Bound on the time until a trial that is told to end has: the reaper has 30 s."""
+"""Longest time until a trial that is told to end has ended; the reaper takes up to 30 s of it."""
 WAITS = "waiting for its place on a node"
 _SHOWN = 8
-"""Digits of a node's id that are shown."""
+"""Digits of a node's id in messages."""
 _ASKED_S = 0.5
-"""Seconds between two questions to a trial."""
+"""Seconds between two calls of a trial's ``tell``."""
 _FIRST_CHOICE_S = 5.0
-"""Seconds that a trial waits for the node that suits best; then any will do."""
+"""Seconds that a trial waits for its first choice of node; then any suitable node will do."""
 _ANSWER_S = 10.0
-"""Bound on the time of one answer; a busy node is asked again."""
+"""Longest wait for one answer, in seconds; a busy node is asked again."""
 _FORGOTTEN_S = 120.0
-"""Seconds without a question after which a trial ends; a node that does not answer for half as long
-is taken for lost. Ray itself takes about 20 by its defaults: five health checks, 3 s apart."""
+"""Seconds without a call of ``tell`` after which a trial ends itself. A node that does not answer
+for half of them counts as lost. Ray itself takes about 20: five health checks, 3 s apart."""
 _WATCHED_S = 1.0
 _GONE_S = 5.0
-"""Bound on the time until Ray has ended the process that held a trial on its node."""
+"""Longest time, in seconds, until Ray has ended the process that held a trial on its node."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MEMORY_MONITOR = "RAY_memory_usage_threshold"
-"""A variable that Ray names where it ended a process because its node's memory was full."""
+"""Name in Ray's error if its memory monitor ended a process because the node's memory was full."""
 _MOST_FILE_BYTES = 256 * MIB
-"""Bytes of a file beside a trial's log at the most; a larger one goes with its folder."""
+"""Largest file beside a trial's log that is copied back; larger ones are lost with their folder."""
 _CHUNK_BYTES = 4 * MIB
 
 
@@ -89,45 +89,45 @@ class Needs(Record, frozen=True, kw_only=True):
     on_gpus: bool
     model: ModelFiles
     data_module: str | None = None
-    """The user's module that yields batches, if any."""
+    """The user's module that yields batches; None without one."""
     is_engine: bool = True
-    """True if this package's engine trains, not another trainer."""
+    """True if this package's engine trains, rather than another trainer."""
     program: str | None = None
-    """The program of another trainer's command, if one is named."""
+    """The program that starts another trainer; None: none is named."""
 
 
 class Node(Record, frozen=True, kw_only=True):
-    """One node of a cluster: what Ray hands out of it, and what is there."""
+    """One node of a cluster: the resources that Ray assigns, and the machine as read there."""
 
     node_id: str
     cpus: float
     gpus: int
     memory_bytes: int
-    """Host memory that Ray hands out; it keeps some for its object store."""
+    """Host memory that Ray assigns; it keeps some for its object store."""
     machine: Machine | None = None
-    """The machine as a process there read it, as far as Ray hands it out. None: it could not."""
+    """The machine as a process there read it, with Ray's share of memory; None: not readable."""
     problem: str | None = None
     """Why no trial can run on it; None where one can."""
 
     @property
     def name(self) -> str:
-        """Its name in a message; Ray's own commands show the same digits first."""
+        """Short name for messages: the first digits of the id, as in Ray's own commands."""
         return _name(self.node_id)
 
     @property
     def read(self) -> Machine:
-        """The machine, of a node without a problem."""
+        """The machine of a node that was read."""
         assert self.machine is not None  # noqa: S101
         return self.machine
 
     def lack(self, device: Device) -> str | None:
-        """Why no trial on such a device can run on it; None where one can."""
+        """Say why no trial on ``device`` can run on this node; None if one can."""
         if self.problem is not None or (self.gpus if device == "cuda" else self.cpus):
             return self.problem
         return "it has no GPU" if device == "cuda" else "Ray hands out no CPU there"
 
     def kind(self, device: Device) -> tuple[str, str]:
-        """Values alike on every node of a study: the GPUs' name, and the version of torch."""
+        """GPU name and version of torch: nodes of one study have the same."""
         name = "" if device == "cpu" else self.read.gpus[0].name
         return name, self.read.versions.get("torch", "")
 
@@ -143,23 +143,23 @@ class Demand(Record, frozen=True, kw_only=True):
     cpus: float
     memory_bytes: int
     whole_node: bool
-    """True if nothing else of ours runs beside it: on the CPU, and with states in host memory."""
+    """True if no other trial of ours may run there: on the CPU, and with tensors in host memory."""
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources to ask Ray for, by its names."""
+        """The resources to request, by Ray's names."""
         asked = {"GPU": self.gpus, "CPU": self.cpus, "memory": self.memory_bytes}
         return {name: value for name, value in asked.items() if value}
 
 
 class Wanted(Record, frozen=True, kw_only=True):
-    """Resources asked of Ray, and on which nodes."""
+    """Resources requested from Ray, and the nodes that may give them."""
 
     demand: Demand
     first: str
-    """The node on which the trial leaves the others the most room."""
+    """Id of the node on which the trial leaves the others the most room."""
     any_of: tuple[str, ...]
-    """The nodes that will do where others use the first one."""
+    """Ids of the nodes that will do if others use the first one."""
 
 
 class NodeTrial(Record, frozen=True, kw_only=True):
@@ -167,16 +167,16 @@ class NodeTrial(Record, frozen=True, kw_only=True):
 
     launch: Launch
     request: Request
-    """The request that its launcher is made of."""
+    """The request that the node makes its launcher from."""
     launched_by: str
-    """Module and function that make the launcher of a request."""
+    """``module:function`` of the function that makes a launcher from a request."""
     log_path: str
-    """An empty log on this machine, to which the trial's own is added."""
+    """An empty log on this machine, to which the trial's log is copied."""
     wanted: Wanted
 
 
 class RayOrder(Record, frozen=True, kw_only=True):
-    """The order to a cluster: to run a trial, or without one to tell its nodes."""
+    """An order to a cluster: run a trial; without one, read the nodes."""
 
     address: str
     needs: Needs
@@ -184,36 +184,36 @@ class RayOrder(Record, frozen=True, kw_only=True):
 
 
 class RayReport(Record, frozen=True, kw_only=True):
-    """The report on an order."""
+    """Answer to an order."""
 
     nodes: tuple[Node, ...] = ()
     """The nodes that are alive."""
     result: TrialResult | None = None
     error: str | None = None
-    """The text of an error of ours, on the node."""
+    """Traceback if our code failed on the node."""
     lost_on: str | None = None
-    """The node on which the trial was lost, if it was."""
+    """The node on which the trial was lost; None if it was not."""
     has_lost_node: bool = False
     """True if that node is gone."""
 
 
 def main() -> None:
-    """Be the process of a job."""
+    """Run one order in this process, and exit."""
     with suppress(TrialEndedError):
         serve(RayOrder, _work)
     sys.stderr.flush()
-    os._exit(0)  # Ray ends what was started for this process, and takes seconds to leave
+    os._exit(0)  # Ray ends what was started for this process; its own exit takes seconds
 
 
 def _work(order: RayOrder, folder: Path) -> RayReport:
     _join(order.address)
     if order.trial is None:
         return RayReport(nodes=tuple(_nodes(order.needs)))
-    return _held(order.trial, order.needs.model, folder)
+    return _run_trial(order.trial, order.needs.model, folder)
 
 
 def _join(address: str) -> None:
-    """Join a cluster; none is ever started."""
+    """Join a running cluster; none is started."""
     import ray
 
     package = str(Path(__file__).resolve().parents[1])
@@ -234,7 +234,7 @@ def _join(address: str) -> None:
 
 
 def _nodes(needs: Needs) -> Iterator[Node]:
-    """The nodes that are alive, each as a process on it reads it, all at once."""
+    """Yield the nodes that are alive, each read by a process on it; all are read at once."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     import ray
@@ -250,10 +250,10 @@ def _nodes(needs: Needs) -> Iterator[Node]:
         resources, machine = each["Resources"], None
         try:
             machine, problem = ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
-        except Exception as error:  # noqa: BLE001 - what a process far away could not even import
+        except Exception as error:  # noqa: BLE001 - a process far away may fail to import anything
             problem = f"it cannot be read: {_first_line(error)}"
         memory_bytes = int(resources.get("memory", 0))
-        if machine is not None:  # what is planned by it has to fit into what Ray hands out
+        if machine is not None:  # a prediction has to fit into the memory that Ray assigns
             machine = machine.with_memory(memory_bytes)
         yield Node(
             node_id=each["NodeID"],
@@ -265,8 +265,8 @@ def _nodes(needs: Needs) -> Iterator[Node]:
         )
 
 
-def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
-    """Hold a trial from its place on a node to its end there; SIGTERM ends it."""
+def _run_trial(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
+    """Run a trial on a node from its placement to its end; SIGTERM ends it."""
     from ray.exceptions import RayError
     from ray.util import placement_group_table
 
@@ -311,7 +311,7 @@ def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
 
 
 def _place(wanted: Wanted, ended: Event) -> Any:
-    """Wait for a part of one node. Raises TrialEndedError, and RayError where no node is left."""
+    """Wait for a placement on one node; TrialEndedError if ended, RayError if no node is left."""
     from ray.exceptions import NodeDiedError
     from ray.util import placement_group, remove_placement_group
 
@@ -336,7 +336,7 @@ def _place(wanted: Wanted, ended: Event) -> Any:
 def _run_on(
     group: Any, trial: NodeTrial, model: ModelFiles, folder: Path, ended: Event
 ) -> "TrialEnd":
-    """Run a trial in its place. Raises RayError where it was lost, and TrialEndedError."""
+    """Run a trial in its placement. Raises RayError if it is lost, and TrialEndedError."""
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -347,11 +347,11 @@ def _run_on(
         num_cpus=demand.cpus,
         num_gpus=demand.gpus,
         memory=demand.memory_bytes or None,
-        max_concurrency=4,  # it runs, tells, and is told to end
+        max_concurrency=4,  # its methods ``run``, ``tell`` and ``end`` are called side by side
         max_restarts=0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-        # There before the process starts. Ray would kill the children of a process that it ends
-        # with -9, the reaper too, and orphan the trial; the reaper ends all by itself.
+        # Set before the process starts. Else Ray, which kills the children of a process that it
+        # ends by -9, would kill the reaper too and orphan the trial; the reaper ends all by itself.
         runtime_env={
             "env_vars": {
                 **allocator_environment(trial.launch.spec.settings.allocator),
@@ -365,7 +365,7 @@ def _run_on(
         return _end_of(actor, Path(trial.log_path), folder, ended)
     finally:
         ray.kill(actor)
-        # Ray only passes that on: who is told that the trial ended finds nothing left of it.
+        # ``kill`` returns at once: wait until nothing is left of the trial.
         until = time.monotonic() + _GONE_S
         with suppress(RayError):
             while time.monotonic() < until:
@@ -373,7 +373,7 @@ def _run_on(
 
 
 def _end_of(actor: Any, log_path: Path, folder: Path, ended: Event) -> "TrialEnd":
-    """Pass on what a trial says until it has ended, and end it when told."""
+    """Copy a trial's log and phase here until it has ended; end it after ``ended`` is set."""
     from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
     import ray
@@ -387,7 +387,7 @@ def _end_of(actor: Any, log_path: Path, folder: Path, ended: Event) -> "TrialEnd
             try:
                 told: Told = ray.get(actor.tell.remote(known_bytes), timeout=_ANSWER_S)
             except (ActorUnavailableError, GetTimeoutError):
-                # It may be back, or Ray finds out that its node is gone.
+                # The node may answer again, or Ray finds that it is gone.
                 if time.monotonic() - heard_at > _FORGOTTEN_S / 2:
                     raise
             else:
@@ -402,7 +402,7 @@ def _end_of(actor: Any, log_path: Path, folder: Path, ended: Event) -> "TrialEnd
 
 
 def _alive() -> set[str]:
-    """The ids of the nodes that Ray takes for alive."""
+    """Ids of the nodes that Ray counts as alive."""
     import ray
 
     return {each["NodeID"] for each in ray.nodes() if each["Alive"]}
@@ -413,11 +413,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def loss_reason(error: BaseException) -> str:
-    """Why a trial was lost, in a line."""
+    """Say in one line why a trial was lost."""
     text = str(error).strip() or repr(error)
     if _MEMORY_MONITOR in text:
         return "the node's memory was full, and Ray's memory monitor ended what ran there"
-    # Why an actor died comes after its name and its number.
+    # The reason for an actor's death follows its name and its id.
     return text.splitlines()[-1].partition(" Some common causes")[0]
 
 
@@ -425,27 +425,27 @@ def loss_reason(error: BaseException) -> str:
 
 
 class TrialEnd(NamedTuple):
-    """The end of a trial on its node."""
+    """How a trial ended on its node."""
 
     left: TrialResult | Refused | str
-    """Its result, what was refused, or the text of an error of ours."""
+    """Its result, its refusal, or the traceback of an error of ours."""
     files: tuple[tuple[str, bytes], ...] = ()
-    """The files beside its log: each by what follows the log's own name, less its suffix."""
+    """Files beside the log: the part of the path after the log's stem, and the content."""
 
 
 class Told(NamedTuple):
-    """Words of a trial on itself while it runs."""
+    """A running trial's answer to ``tell``."""
 
     phase: str
     log: bytes
-    """Content of its log after what is known of it."""
+    """Content of the log after the bytes that are known already."""
     end: TrialEnd | None
-    """None while it runs."""
+    """None while the trial runs."""
 
 
 def read_node(gpus: int, needs: Needs) -> tuple[Machine, str | None]:
-    """Read this node with as many of Ray's GPUs; and why no trial can run there, None: one can."""
-    # Ray hides the GPUs of a process that asked for none.
+    """Read this node with its first ``gpus`` GPUs, and why no trial runs there; None: one can."""
+    # Ray hides the GPUs from a process that requested none.
     shown = os.environ.pop(_VISIBLE, None)
     try:
         machine = probe()
@@ -458,7 +458,7 @@ def read_node(gpus: int, needs: Needs) -> tuple[Machine, str | None]:
 
 
 def _obstacle(machine: Machine, gpus: int, needs: Needs) -> str | None:
-    """Why no trial can run on the machine, in a line; None where one can."""
+    """Say in one line why no trial can run on the machine; None if one can."""
     obstacles = package_obstacles(machine) if needs.is_engine else ()
     if obstacles:
         return "; ".join(obstacles)
@@ -483,19 +483,19 @@ def _obstacle(machine: Machine, gpus: int, needs: Needs) -> str | None:
 
 
 class TrialOnNode:
-    """One trial on this node, in a process of its own, whose death ends the trial's processes."""
+    """One trial on this node, in its own process; the trial's processes end with it."""
 
     def __init__(self) -> None:
         self._phase, self._ended = "starting", Event()
         self._log_path: Path | None = None
         self._log = b""
-        """The whole log, once its file is gone."""
+        """The whole log, after its file is removed."""
         self._end: TrialEnd | None = None
         self._asked_at = time.monotonic()
         Thread(target=self._watch, args=(os.getppid(),), daemon=True).start()
 
     def run(self, trial: NodeTrial, model: ModelFiles) -> None:
-        """Run the trial; ``tell`` has its end, and the rest of its log."""
+        """Run the trial; ``tell`` then returns its end and the rest of its log."""
         with private_folder(kind="ray-") as folder:
             directory, logs = str(model.placed(folder / "model")), folder / "logs"
             spec = trial.launch.spec.replace(model_directory=directory)
@@ -514,12 +514,12 @@ class TrialOnNode:
             self._end = TrialEnd(left, files)
 
     def tell(self, known_bytes: int) -> Told:
-        """Tell what the trial is doing, and its log after the bytes that are known."""
+        """The trial's phase, and its log after the first ``known_bytes``."""
         self._asked_at, log = time.monotonic(), b""
         if self._end is not None:
             return Told(self._phase, self._log[known_bytes:], self._end)
         if self._log_path is not None:
-            with suppress(OSError), open_regular(self._log_path) as file:  # if it is there yet
+            with suppress(OSError), open_regular(self._log_path) as file:  # maybe not there yet
                 file.seek(known_bytes)
                 log = file.read(_CHUNK_BYTES)
         return Told(self._phase, log, None)
@@ -529,8 +529,8 @@ class TrialOnNode:
         self._ended.set()
 
     def _watch(self, ray: int) -> None:
-        """End this process, and with it the trial, when its ``ray`` parent is gone, or nobody asks
-        any more: the trial is taken for lost, and its GPUs must be free.
+        """End this process, and so the trial, if its parent (process id ``ray``) is gone or
+        ``tell`` is called no more: then the trial counts as lost, and its GPUs must be free.
         """
         while os.getppid() == ray and time.monotonic() - self._asked_at < _FORGOTTEN_S:
             time.sleep(_WATCHED_S)
@@ -545,7 +545,7 @@ class TrialOnNode:
             if launch.spec.device != "cpu":
                 import ray
 
-                # A trial that is alone on its node has been given all of its GPUs.
+                # A trial that is alone on its node was assigned all of its GPUs.
                 assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
                 gpus = tuple(assigned[: launch.spec.layout.gpus])
             return launcher.launch(launch, gpus=gpus, ended=self._ended, on_phase=self._hear)

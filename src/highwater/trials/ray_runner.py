@@ -1,10 +1,10 @@
-"""RayRunner: trials on the nodes of a Ray cluster, each on one node, side by side.
+"""RayRunner: run trials on the nodes of a Ray cluster, each on one node, side by side.
 
-A trial that is lost with its node, or with the process that held it there, is CRASHED: it says
-nothing about its length, and is tried again elsewhere. No Ray is imported here: each trial is a job
-(``python -m highwater.trials.ray_runner``), whose process does what ray_job.py has. Which nodes
-trials run on, and what each takes there, is told from what was read of the nodes: Ray itself would
-spread small trials, and leave no node to a large one.
+A trial that is lost with its node, or with the process that held it there, is CRASHED: that says
+nothing about its length, and it is tried again elsewhere. This module imports no Ray: each trial is
+a job (``python -m highwater.trials.ray_runner``) whose process runs ray_job.py. The runner places
+trials itself, by what was read of the nodes: Ray would spread small trials over all nodes, and
+leave no node to a large one.
 """
 
 import os
@@ -60,7 +60,7 @@ from highwater.units import MOST_SECONDS, format_bytes
 
 _INSTALL = "`pip install '.[ray]'` in the checkout of highwater, in the version of the cluster"
 _JOIN_S = 60.0
-"""Bound on the time until a cluster is joined; one that is there takes a second or two."""
+"""Longest time to join a cluster; a running one takes a second or two."""
 _REACHED_S = 10.0
 
 
@@ -71,7 +71,7 @@ class RayCluster(NamedTuple):
     needs: Needs
 
     def read_nodes(self) -> tuple[Node, ...]:
-        """The nodes that are alive."""
+        """Read the nodes that are alive."""
         job = self._job(
             timeout_s=_JOIN_S + READ_S,
             failure=f"the Ray cluster at {self.address} does not answer",
@@ -81,7 +81,7 @@ class RayCluster(NamedTuple):
             return job.run(folder).nodes
 
     def run(self, trial: NodeTrial, ended: Event, on_phase: OnPhase) -> RayReport:
-        """Run a trial on one of its nodes."""
+        """Run a trial on one of the nodes."""
         job = self._job(
             trial,
             timeout_s=MOST_SECONDS,
@@ -108,8 +108,8 @@ class RayCluster(NamedTuple):
 
 
 def cluster_at(address: str | None, needs: Needs) -> RayCluster:
-    """The cluster at ``address``; None: as Ray finds one. MachineError where Ray is missing or too
-    old, or nobody listens; UsageError for an address that cannot be one.
+    """The cluster at ``address``; None: the one that Ray finds. Raises MachineError if Ray is
+    missing or too old, or nobody listens there; UsageError for a malformed address.
     """
     address = address or os.environ.get("RAY_ADDRESS") or AUTO
     if address != AUTO:
@@ -126,7 +126,7 @@ def cluster_at(address: str | None, needs: Needs) -> RayCluster:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Raise for no address, or one where nobody listens: Ray itself would try for minutes."""
+    """Raise for an address that is malformed or where nobody listens: Ray would try for minutes."""
     host, colon, port = address.rpartition(":")
     if "://" in address or not colon or not host or not port.isdecimal():
         raise UsageError(
@@ -148,17 +148,17 @@ class Chosen(NamedTuple):
 
     nodes: tuple[Node, ...]
     machine: Machine
-    """The machine that a trial may count on: of the node with the most GPUs, or the most memory."""
+    """Machine that a trial may count on: the node's with the most GPUs, or the most memory."""
     notes: tuple[str, ...]
-    """Nodes that are left out, and why."""
+    """Where trials run, and which nodes are left out, and why."""
 
 
 def choose(nodes: Sequence[Node], device: Device | None, counts: Sequence[int] | None) -> Chosen:
-    """The nodes of one kind: unlike GPUs, or two versions of torch, are not of one study.
+    """Choose the nodes of one kind: a study does not mix kinds of GPUs or versions of torch.
 
-    It is the kind of which a node has as many GPUs as are asked for, then that with the most of
-    them. Raises MachineError where no node can run a trial, UsageError for a count that no node
-    has: the ranks of a trial meet on one.
+    The kind with a node that has as many GPUs as are asked for comes first, then the kind with the
+    most GPUs. Raises MachineError if no node can run a trial, UsageError for a count that no node
+    has: all ranks of a trial run on one node.
     """
     is_cpu = device == "cpu" or (device is None and not any(node.gpus for node in nodes))
     device = "cpu" if is_cpu else "cuda"
@@ -206,7 +206,7 @@ def _kind_words(kind: tuple[str, str]) -> str:
 
 
 def demand_of(spec: TrialSpec) -> Demand:
-    """Resources that a trial takes, of whichever node."""
+    """Resources that a trial takes on its node."""
     on_gpus = spec.device == "cuda"
     return Demand(
         gpus=spec.layout.gpus if on_gpus else 0,
@@ -217,18 +217,18 @@ def demand_of(spec: TrialSpec) -> Demand:
 
 
 class Placement:
-    """Places of our trials, and room for others; Ray may queue any. Not thread-safe."""
+    """Counts the places of our trials on nodes. Ray may still queue any. Not thread-safe."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = tuple(nodes)
         self._taken: list[Wanted] = []
 
     def has_room(self, demand: Demand) -> bool:
-        """True if a trial would start beside those that run."""
+        """True if a trial would start now, beside the running ones."""
         return any(self._is_free(node, demand) for node in self._able(demand))
 
     def take(self, demand: Demand, *, avoided: Collection[str] = ()) -> Wanted:
-        """Note that a trial starts, on no ``avoided`` node if possible; MachineError: none can."""
+        """Give a trial a place, on no ``avoided`` node if possible; MachineError: on none."""
         able = self._able(demand)
         if not able:
             raise self._too_much(demand)
@@ -246,11 +246,11 @@ class Placement:
         return self._taken[-1]
 
     def leave(self, wanted: Wanted) -> None:
-        """Note that a trial has ended."""
+        """Free the place of a trial that has ended."""
         self._taken = [taken for taken in self._taken if taken is not wanted]
 
     def _able(self, demand: Demand) -> list[Node]:
-        """The nodes that could hold a trial if nothing else ran there."""
+        """The nodes that could run a trial if nothing else ran there."""
         return [
             node
             for node in self.nodes
@@ -287,17 +287,17 @@ class Placement:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _NodeOccupant(Occupant):
-    """The part of a node that a trial takes."""
+    """A running trial and its place on a node."""
 
     wanted: Wanted
 
 
 class RayRunner(SeveralAtOnce[_NodeOccupant]):
-    """Runs trials on a cluster's nodes; logs and what lies beside them come back to this machine.
+    """Runs trials on a cluster's nodes; their logs and the files beside them are copied back.
 
     On the CPU a node has one trial at a time. On GPUs small trials share a node; one that keeps
-    states in host memory has a node of its own. Host memory that ran out beside others says
-    nothing: such a trial is launched once more, with a node of its own.
+    tensors in host memory has a node of its own. Host memory that ran out beside other trials
+    proves nothing: such a trial is launched once more, with a node of its own.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
         most_trials: int | None = None,
         launched_by: str = LAUNCHED_BY,
     ) -> None:
-        """``nodes`` are of one kind; ``launched_by`` makes the ``request``'s launcher there."""
+        """``nodes`` are of one kind; ``launched_by`` makes the launcher of ``request`` there."""
         super().__init__(most_trials)
         self._cluster, self._request, self._launched_by = cluster, request, launched_by
         self._log_directory = log_directory
@@ -319,13 +319,13 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
         self._placement = Placement(nodes)
         self._like = nodes[0]
         self._lost_on: defaultdict[str, set[str]] = defaultdict(set)
-        """Nodes on which a trial was lost, by its key."""
+        """Ids of the nodes on which a trial was lost, by the trial's key."""
         self._has_lost_nodes = False
-        """True if a node was lost since they were read."""
+        """True if a node was lost since the nodes were read."""
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial, as ``Runner`` says; where others use the cluster it waits for them."""
-        if self._has_lost_nodes:  # others may have joined
+        """Start a trial, as ``Runner`` says; it waits if others use the cluster."""
+        if self._has_lost_nodes:  # new nodes may have joined
             self._has_lost_nodes = False
             nodes, device = self._cluster.read_nodes(), launch.spec.device
             fit = [node for node in nodes if node.lack(device) is None]
@@ -346,21 +346,21 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
     def _launched(self, launch: Launch, place: _NodeOccupant, on_phase: OnPhase) -> TrialResult:
         began, spec = time.monotonic(), launch.spec
         try:
-            result = self._held(launch, place, on_phase)
+            result = self._run_on_node(launch, place, on_phase)
             demand = place.wanted.demand
             if not demand.whole_node and blames_the_host(result, spec):
                 alone, avoided = demand.replace(whole_node=True), self._lost_on[spec.key]
                 with self._changed:
                     self._placement.leave(place.wanted)
                     place.wanted = self._placement.take(alone, avoided=avoided)
-                result = self._held(with_time_left(launch, began), place, on_phase)
+                result = self._run_on_node(with_time_left(launch, began), place, on_phase)
             return result
         finally:
             with self._changed:
                 self._placement.leave(place.wanted)
 
-    def _held(self, launch: Launch, place: _NodeOccupant, on_phase: OnPhase) -> TrialResult:
-        """Run a trial on a node, whose log is new."""
+    def _run_on_node(self, launch: Launch, place: _NodeOccupant, on_phase: OnPhase) -> TrialResult:
+        """Run a trial on a node, with a new log."""
         path = log_path_of(self._log_directory, launch.spec, self._log_layout)
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_log(path) as log:
@@ -389,12 +389,12 @@ def _read_nodes(address: str, needs: str) -> tuple[Node, ...]:
 
 
 def leave() -> None:
-    """Forget the nodes that were read between a plan and its answer."""
+    """Forget the nodes that a plan read for its answer."""
     _read_nodes.cache_clear()
 
 
 def nodes_of(request: Request) -> Chosen:
-    """The nodes that a request means; MachineError where no cluster or node can run its trials."""
+    """The nodes that a request's trials run on; MachineError if no cluster or node can run them."""
     if request.prediction == "trace":
         raise UsageError(
             "`--prediction trace` traces for a GPU of this machine, and trials run on others",
@@ -407,7 +407,7 @@ def nodes_of(request: Request) -> Chosen:
 
 
 def runner_of(request: Request, log_layout: LogLayout) -> RayRunner:
-    """The runner of a request's trials, on those nodes."""
+    """The runner of a request's trials on its nodes."""
     return RayRunner(
         _cluster_of(request),
         nodes_of(request).nodes,
@@ -429,5 +429,5 @@ def _cluster_of(request: Request) -> RayCluster:
     return cluster_at(request.address, needs)
 
 
-if __name__ == "__main__":  # the nodes import what is sent to them by its own name
+if __name__ == "__main__":  # the nodes import what they are sent by this module's own name
     ray_job.main()

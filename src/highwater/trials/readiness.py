@@ -1,4 +1,4 @@
-"""What would make every trial fail, said before the first; what installed packages can do."""
+"""Checks of what would make every trial fail, before the first; what installed packages allow."""
 
 import re
 import shutil
@@ -39,7 +39,7 @@ from highwater.units import format_seconds
 
 
 def check_request(request: Request, machine: Machine, *, steps: int) -> None:
-    """Raise for what depends on the device and the optimizer alone, before there is a plan."""
+    """Raise UsageError or MachineError for a request that no trial on its device can serve."""
     device: Device = request.device or (
         "cuda" if machine.gpus or machine.unreadable_gpus else "cpu"
     )
@@ -62,10 +62,10 @@ def check_request(request: Request, machine: Machine, *, steps: int) -> None:
 def check_machine(
     request: Request, machine: Machine, settings: Settings, device: Device, *, gpus: int
 ) -> None:
-    """Raise where a trial lacks the engine or fit, free GPUs; nothing is checked in a dry run."""
+    """Raise if a trial lacks packages, its data function or free GPUs; skipped in a dry run."""
     if request.dry_run:
         return
-    if request.on_ray:  # the rest was looked at on each node, and busy GPUs are at each launch
+    if request.on_ray:  # nodes were checked when read; busy GPUs are, at launch
         if request.trainer == OURS:
             refuse_missing_package(settings, machine.versions)
         return
@@ -76,7 +76,7 @@ def check_machine(
         refuse_missing_package(settings)
         for gpu in used_gpus(machine, device=device, count=gpus):
             refuse_unfit_gpu(gpu.name, gpu.compute_capability)
-    else:  # GPUs apart the rest is its own affair
+    else:  # another trainer's packages are its own affair
         _refuse_no_program(request)
     if device == "cuda":
         refuse_unreadable_gpus(machine, count=gpus)
@@ -87,20 +87,20 @@ def check_machine(
 
 
 def check_directories(request: Request, settings: Settings, device: Device) -> None:
-    """Raise unless logs and what a trial saves can be written; nothing is checked in a dry run."""
+    """Raise unless logs and checkpoints can be written; skipped in a dry run."""
     if request.dry_run:
         return
     check_log_directory(Path(request.log_dir))
     if request.on_ray or request.trainer != OURS:
         return
-    # The same on every rung and layout, and one trial at a time.
+    # Equal for every rung and layout, and one trial saves at a time.
     needed = checkpoint_bytes(load_model(request.model).shape, settings, device)
     if any(needed):
         check_checkpoint_directory(Path(request.checkpoint_dir or request.log_dir), needed)
 
 
 def _refuse_no_function(source: str) -> None:
-    """Refuse a data function that a trial would not find; its module is read, and never run."""
+    """Raise UsageError for a data function that a trial would not find; its module is never run."""
     module, _, name = source.partition(":")
     if not (module and name):
         raise UsageError(
@@ -126,7 +126,7 @@ def _refuse_no_function(source: str) -> None:
 
 
 def _refuse_no_program(request: Request) -> None:
-    """Raise UsageError for a program of a foreign trainer, or a launched script, not found here."""
+    """Raise UsageError if another trainer's program, or a launched script, is not found here."""
     trainer, program = foreign_name(request.trainer), program_of(request)
     is_launched = trainer is not None and FOREIGN[trainer].is_launched
     if program is not None and shutil.which(program) is None:
@@ -153,18 +153,18 @@ class Feature(Record, frozen=True, kw_only=True):
     what: str
     """The commands or flags, as they are typed."""
     extras: tuple[str, ...] = ()
-    """The extras of pyproject.toml that bring what they need; none: they need nothing more."""
+    """Extras of pyproject.toml that bring the packages; empty: nothing more is needed."""
     obstacles: tuple[str, ...] = ()
-    """Why they do not work, a line for each package; none: they work."""
+    """One line for each missing or unfit package; empty: the feature works."""
 
     @property
     def works(self) -> bool:
-        """True if nothing is in the way."""
+        """True if no package is missing or unfit."""
         return not self.obstacles
 
     @property
     def install(self) -> str:
-        """Words to type in the checkout of highwater; they mend all that is in the way."""
+        """Command that mends all obstacles, to be typed in the checkout of highwater."""
         return f"pip install '.[{','.join(self.extras)}]'"
 
 
@@ -179,11 +179,11 @@ _OF_TRIALS = (
     ("train on Parquet and saved datasets", "data", ("datasets",)),
     ("find and try --runner ray", "ray", ("ray",)),
 )
-"""Abilities of trials with one package more, or two: the flags, the extra, the packages."""
+"""Features of trials that need one or two more packages: flags, extra, packages."""
 
 
 def features(machine: Machine) -> tuple[Feature, ...]:
-    """Abilities of trials here, those that need nothing more first."""
+    """Features of this installation, working or not; first those without further packages."""
     lacking = package_obstacles(machine)
     beside = ("train",) if lacking else ()
     return (
@@ -202,7 +202,7 @@ def features(machine: Machine) -> tuple[Feature, ...]:
 
 
 def _obstacles(packages: Sequence[str]) -> tuple[str, ...]:
-    """Why packages are of no use, a line each: not there, or too old."""
+    """One line for each of ``packages`` that is missing or too old."""
     installed = versions_of(packages)
     found: list[str] = []
     for package in packages:

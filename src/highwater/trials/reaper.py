@@ -46,20 +46,20 @@ EXIT_ENDED = 128 + signal.SIGTERM
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 END_AT_ONCE = signal.SIGUSR1
-"""Signal that ends it whatever grace it gives, also before it has begun: SIGINT would not, which
-a shell has ignored by what it starts in the background."""
+"""Signal that ends the reaper at once, whatever its grace, and even before it has begun. SIGINT
+would not do: a shell has its background processes ignore it."""
 _AWAITED = {signal.SIGTERM, signal.SIGINT, END_AT_ONCE, signal.SIGCHLD}
-"""Signals that are waited for and never handled: none comes between two lines."""
+"""Signals that are waited for and never handled, so that none interrupts other code."""
 _LAST_WORDS_S = 0.5
 """Seconds that the other ranks have, after one has failed, to report a failure of their own. Then
 they are killed: a rank that waits for its peer in a collective waits for ever."""
 
 Ends = list[tuple[int, int]]
-"""Processes that ended, in their order, each with its status: -n for signal n."""
+"""Process ids and statuses of ended processes, the earliest first; -n for signal n."""
 
 
 def module(name: str, *words: str) -> list[str]:
-    """The command of a module of ours; ``-P`` keeps the working directory out of ``sys.path``."""
+    """Command to run a module; ``-P`` keeps the working directory out of ``sys.path``."""
     return [sys.executable, "-P", "-m", name, *words]
 
 
@@ -74,7 +74,7 @@ def under_reaper(
     launcher_s: float | None = None,
     parent: int | None = None,
 ) -> list[str]:
-    """The command of a reaper that this process holds, or ``parent``, and that runs ``command``."""
+    """Command of a reaper that runs ``command`` and dies with ``parent``, or this process."""
     options: dict[str, Sequence[object]] = {
         "--remove": remove,
         "--inherit": inherit,
@@ -94,7 +94,7 @@ def under_reaper(
 
 
 def main() -> NoReturn:
-    """Run what the command line says under the reaper and exit with its status."""
+    """Run the command line's command under this reaper, and exit with its status."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     given: defaultdict[str, list[str]] = defaultdict(list)
     while command[0].startswith("--"):
@@ -118,7 +118,7 @@ def main() -> NoReturn:
     inherited = [] if os.getppid() == parent else given["--inherit"]
     for directory in given["--remove"] + inherited:
         shutil.rmtree(directory, ignore_errors=True)
-    # The status of the first that failed; 0 where none did.
+    # The status of the first process that failed; 0 if none did.
     failed = next((status for _, status in ends or () if status), 0)
     os._exit(EXIT_ENDED if ends is None else status_of(failed))
 
@@ -132,11 +132,11 @@ def _run(
     launcher_s: float | None,
     is_plain: bool,
 ) -> Ends | None:
-    """Run the command or its ranks to their end, as ``awaits`` does; None when told to end."""
+    """Run the command or its ranks to their end, by ``awaits``; None if told to end."""
     reaper = os.getpid()
 
     def prepare() -> None:
-        """Make what the reaper starts be killed with it, should it be killed itself."""
+        """Arrange that the new process is killed if the reaper is killed."""
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != reaper:
             os._exit(EXIT_ENDED)
@@ -145,7 +145,7 @@ def _run(
             resource.setrlimit(resource.RLIMIT_DATA, (int(data_bytes), int(data_bytes)))
 
     if ranks is None:
-        # Kept in a name: a process that nobody has would be reaped by whoever tidies up.
+        # The name keeps the process object alive: without it the child might be reaped elsewhere.
         child = started(command, prepare=prepare)
         ends = awaits({child.pid})
         if ends is None and launcher_s is not None:
@@ -160,7 +160,7 @@ def _run(
 
 
 def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> Ends | None:
-    """Reap until all of these have ended, or one failed a while ago; None: told to end at once."""
+    """Reap until all ``pids`` ended, or one failed a while ago; None if told to end at once."""
     ends: Ends = []
     deadline_s: float | None = None
     is_told = has_failed = False
@@ -189,7 +189,7 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
 
 
 def _end_elsewhere(launcher: "subprocess.Popen[bytes]", within_s: float) -> None:
-    """Tell a launcher again and again to end what it started elsewhere: once would let it save."""
+    """Signal a launcher every second to end its processes: one signal would let them save."""
     deadline_s = time.monotonic() + within_s
     while launcher.poll() is None and time.monotonic() < deadline_s:
         launcher.terminate()
@@ -197,7 +197,7 @@ def _end_elsewhere(launcher: "subprocess.Popen[bytes]", within_s: float) -> None
 
 
 def _reap() -> Ends:
-    """Reap every child that has ended by now: what somebody else orphaned, too."""
+    """Reap every child that has ended by now, adopted orphans included."""
     ended: Ends = []
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -206,12 +206,12 @@ def _reap() -> Ends:
 
 
 def status_of(status: int) -> int:
-    """A status as a shell gives it, 128 + n for signal n."""
+    """Status as a shell reports it: 128 + n for signal n."""
     return status if status >= 0 else 128 - status
 
 
 def _kill_descendants() -> None:
-    """Kill and reap until no descendant is left: a killed one may have started another."""
+    """Kill and reap until no descendant is left: a killed process may have started another."""
     while True:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
 """SimulatedRunner: answers trials from a memory law, for ``--dry-run`` and for tests.
 
-A law says what a trial needs (bytes) or how it ends (an outcome); it may also raise. The result is
-what a real trial would leave, labelled ``simulated``: peaks by the law, and no times.
+A law gives the bytes that a trial needs, or the outcome with which it ends; it may also raise. The
+result is like a real trial's, labelled ``simulated``: peaks by the law, and no times.
 """
 
 from abc import ABC, abstractmethod
@@ -35,18 +35,18 @@ from highwater.units import format_bytes
 
 
 class OneByOne(ABC):
-    """A ``Runner`` of one place, which is free again whenever anybody can ask."""
+    """A ``Runner`` with one place, whose trials end before ``submit`` returns."""
 
     @abstractmethod
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-        """The result of a trial; raises what a launch raises."""
+        """Return the result of a trial; raises what a launch raises."""
 
     def has_room(self, spec: TrialSpec) -> bool:  # noqa: ARG002
-        """Always."""
+        """Return True: no trial runs when this is called."""
         return True
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:  # noqa: ARG002
-        """A future that is done: it has the result of the trial, or what running it raised."""
+        """Run the trial, and return a finished future with its result or what it raised."""
         future: Future[TrialResult] = Future()
         try:
             result = self.run(launch.spec, attempt=launch.attempt, repeat=launch.repeat)
@@ -57,24 +57,24 @@ class OneByOne(ABC):
         return future
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no trial runs."""
         return
 
 
 Law = Callable[[TrialSpec], int | Outcome]
-"""Bytes that a trial reserves on one GPU, or its outcome: FIT also if it is memory-only."""
+"""Bytes that a trial reserves on one GPU, or its outcome; FIT stands for a memory-only fit too."""
 
 
 class SimulatedRunner(OneByOne):
     """A ``Runner`` that trains nothing and takes no time."""
 
     def __init__(self, law: Law, *, device_total_bytes: int | None = None) -> None:
-        """``device_total_bytes``: the card's, for trials without a budget; None: no end."""
+        """``device_total_bytes``: the card's, for trials without a budget; None: unlimited."""
         self._law = law
         self._device_total_bytes = device_total_bytes
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002
-        """The result by the law. Raises what it raises."""
+        """Return the result by the law; raises what the law raises."""
         fit = Outcome.MEMORY_ONLY_FIT if spec.is_memory_only else Outcome.FIT
         told = self._law(spec)
         if isinstance(told, Outcome):
@@ -104,7 +104,7 @@ class SimulatedRunner(OneByOne):
         )
 
     def _cap_bytes(self, spec: TrialSpec) -> int | None:
-        """Bytes that the allocator may reserve; below zero where not even a context fits."""
+        """Bytes that the allocator may reserve, negative without room for a context."""
         limit_bytes = spec.memory_budget_bytes or self._device_total_bytes
         if isinstance(self._law, PredictedLaw):
             limit_bytes = self._law.room_bytes(spec)
@@ -133,7 +133,7 @@ class SimulatedRunner(OneByOne):
         )
 
     def _outside_bytes(self, spec: TrialSpec) -> tuple[int, int]:
-        """Bytes of the context with all else that the law has outside the allocator; of NCCL."""
+        """Bytes outside the allocator: context and all else, and NCCL apart."""
         if not isinstance(self._law, FormulaLaw):
             return context_bytes(spec.device, gpus=spec.layout.gpus), 0
         terms = self._law.outside_terms(spec)
@@ -143,7 +143,7 @@ class SimulatedRunner(OneByOne):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormulaLaw:
-    """The law by the closed form of our engine."""
+    """The law by the closed form of our engine's memory."""
 
     shape: ModelShape
 
@@ -154,19 +154,19 @@ class FormulaLaw:
         return needed.needed_bytes - needed.outside_bytes
 
     def outside_terms(self, spec: TrialSpec) -> tuple[Term, ...]:
-        """Bytes of a GPU that its allocator does not hold."""
+        """Memory terms of a GPU outside the allocator."""
         return outside_terms(self.shape, spec.settings, spec.layout, spec.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedLaw(FormulaLaw):
-    """The law of ``highwater predict``: the pessimistic end fits and the headroom is left."""
+    """The law of ``highwater predict``: fit if the pessimistic end does, with headroom."""
 
     question: Question
     limit: MemoryLimit
     known: Calibration | None
     is_tight: bool
-    """True if nothing leaves the headroom: what the prediction itself fits counts then."""
+    """True if no length leaves the headroom: then the prediction alone decides."""
 
     def __call__(self, spec: TrialSpec) -> int | Outcome:
         """Bytes that each GPU's allocator must reserve, as likely too many as too few."""
@@ -176,7 +176,7 @@ class PredictedLaw(FormulaLaw):
         return peak.needed_bytes - peak.footprint.outside_bytes
 
     def outside_terms(self, spec: TrialSpec) -> tuple[Term, ...]:
-        """Bytes of a GPU that its allocator does not hold, at the trial's length."""
+        """Memory terms of a GPU outside the allocator, at the trial's length."""
         return self._predictor(spec).at(spec.length_tokens).footprint.outside
 
     def room_bytes(self, spec: TrialSpec) -> int:

@@ -1,7 +1,7 @@
-"""Traced: the predictor that traces the engine's own steps, in a process with torch, and replays
-them; the formula only says where to begin.
+"""Predictor that traces the engine's own steps, in a process with torch, and replays them through
+an allocator. The formula only says where to begin.
 
-Traces are kept for the next time, under the digest of the code that made them.
+Traces are cached under the digest of the code that made them.
 """
 
 import gzip
@@ -47,7 +47,7 @@ from highwater.trials.probe import (
 from highwater.trials.trial_process import private_folder, trial_environment
 
 Tracer = Callable[[TrialSpec], EventLog]
-"""Gives the events of a trial's fullest rank; called from two threads at once."""
+"""Returns the memory events of a trial's fullest rank; called from two threads at once."""
 
 
 def predict_traced(
@@ -57,11 +57,11 @@ def predict_traced(
     calibration: Calibration | None = None,
     trainer: TrainerName = OURS,
 ) -> tuple[CellPrediction, ...]:
-    """Every cell of the question, in its order; raises what the tracer raises.
+    """Predict every cell of the question, in order; raises what the tracer raises.
 
-    The host's memory is the formula's: only a GPU's is traced. A cell takes two traces where the
-    formula begins at the edge, two more where it does not and the line through the first two aims
-    well; and with a calibration one more for each length that fits but not at the upper end.
+    Host memory is the formula's: only a GPU's is traced. A cell takes two traces if the formula
+    begins at the edge of what fits; two more if it does not and the line through the first two aims
+    well; with a calibration, one more for each length that fits but whose upper end does not.
     """
     found: list[CellPrediction] = []
     for cell in question.cells:
@@ -73,14 +73,14 @@ def predict_traced(
         )
         try:
             found.append(predict_cell(traces.predictor, factors))
-        finally:  # who owns the tracer ends what is tracing
+        finally:  # the owner of the tracer ends traces that are still being made
             traces.pool.shutdown(wait=False, cancel_futures=True)
     return tuple(found)
 
 
 @dataclass(slots=True, kw_only=True)
 class CellTraces:
-    """Traces of one cell, each made once, two at a time; and the predictor that replays them."""
+    """Traces of one cell, each made once, two at a time, and the predictor that replays them."""
 
     formula: FormulaPredictor
     tracer: Tracer
@@ -90,13 +90,13 @@ class CellTraces:
     _begun: dict[int, Future[ScaledTrace]] = field(default_factory=dict[int, Future[ScaledTrace]])
 
     def __post_init__(self) -> None:
-        """Make the predictor."""
+        """Make the predictor, which replays these traces."""
         self.predictor = ReplayPredictor(
             formula=self.formula, replay=Replays(self._replay), alive=self._alive, aim=self._aim
         )
 
     def begin(self, *indices: int) -> None:
-        """Trace these soon, as far as they are on the grid."""
+        """Start tracing these indices, as far as they are on the grid."""
         question, cell = self.formula.question, self.formula.cell
         for index in indices:
             if 1 <= index <= max(1, question.size_of(cell)) and index not in self._begun:
@@ -107,7 +107,7 @@ class CellTraces:
         return coded(self.tracer(spec))
 
     def trace(self, length_tokens: int) -> ScaledTrace:
-        """The events of a length; raises what the tracer raises."""
+        """Wait for the events of a length; raises what the tracer raises."""
         index = self.formula.question.grid.index_at_most(length_tokens)
         self.begin(index)
         return self._begun[index].result()
@@ -124,7 +124,7 @@ class CellTraces:
         return alive_at(self.trace(length_tokens), length_tokens, number)
 
     def _fits(self, index: int) -> bool:
-        """True if a length fits; if not surely, the next shorter one is begun."""
+        """True if a length fits; if its upper end does not, start the next shorter trace."""
         question, room_bytes = self.formula.question, self.formula.memory_limit.device_bytes
         length_tokens = question.grid.length(index)
         if not self.predictor.at(length_tokens, room_bytes).fits:
@@ -134,9 +134,9 @@ class CellTraces:
         return True
 
     def _aim(self, start: int) -> int:
-        """The index of the edge by the line of allocated bytes through two traces next to the
-        formula's ``start``, unless that is right; the traces of both sides of it are begun. The
-        edge may be ten steps away, and is not looked for step by step.
+        """Grid index of the longest length that fits, from the line of allocated bytes through two
+        traces, at the formula's ``start`` and the next; ``start`` if that is the edge. Starts the
+        traces of both its sides. The edge may be ten steps away, too far for a trace each.
         """
         formula = self.formula
         question, cell, limit = formula.question, formula.cell, formula.memory_limit
@@ -167,11 +167,11 @@ class CellTraces:
 
 _TRACER = "highwater.engine.tracer.tracer"
 _TIMEOUT_S = 1800.0
-"""Seconds that a trace may take: it takes seconds to minutes, by the layers, not the tokens."""
+"""Longest time of a trace in seconds: it takes seconds to minutes, by layers and not by tokens."""
 
 
 class CachedTracer:
-    """Traces the fullest rank of a trial, or remembers; leaving its context ends all tracing."""
+    """Traces the fullest rank of a trial, or reads a cached trace; leaving it ends all tracing."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class CachedTracer:
         trainer: TrainerName = OURS,
         on_trace: Callable[[TrialSpec], None] | None = None,
     ) -> None:
-        """Keep traces of a step in ``directory``; ``on_trace`` hears each trial to be traced."""
+        """``directory``: cache of traces; ``on_trace`` is called with each trial that is traced."""
         refuse_package_obstacles(probe(), before="nothing can be traced here: ")
         self._directory = directory
         self._kernel: Kernel = kernel
@@ -197,16 +197,16 @@ class CachedTracer:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         for making in tuple(self._making.values()):
-            making.acquire()  # whoever traces lets go when its process is gone; nobody begins anew
+            making.acquire()  # the lock is free when the process is gone; no new trace begins
             making.release()
 
     def __call__(self, spec: TrialSpec) -> EventLog:
-        """Trace a rank's allocations. Raises MachineError where the tracer or a package fails."""
+        """Events of a trial's fullest rank. MachineError if the tracer or a package fails."""
         refuse_missing_package(spec.settings)
         order, path = self._place(spec)
         with self._asked:
             making = self._making.setdefault(path, Lock())
-        with making:  # whoever asks the same meanwhile waits for it
+        with making:  # a thread that needs the same trace waits for it
             kept = _read(path)
             if kept is not None:
                 return kept
@@ -215,18 +215,18 @@ class CachedTracer:
             if self._on_trace is not None:
                 self._on_trace(spec)
             text = self._trace(order)
-            with suppress(OSError):  # what cannot be kept is made again
+            with suppress(OSError):  # a trace that cannot be kept is made again
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, gzip.compress(text, compresslevel=1))
             return from_json(text, EventLog)
 
     def unmade(self, specs: Iterable[TrialSpec]) -> set[Path]:
-        """Paths of the traces of these trials that are not there yet: one where they are alike."""
+        """Paths of the traces of these trials that are not made yet; equal traces have one path."""
         return {path for _, path in map(self._place, specs) if not path.exists()}
 
     def _place(self, spec: TrialSpec) -> tuple[TraceOrder, Path]:
         order = TraceOrder(
-            spec=_whatever_is_allocated(spec),
+            spec=_as_traced(spec),
             rank=fullest_rank(spec),
             kernel=self._kernel,
             trainer=self._trainer,
@@ -237,8 +237,8 @@ class CachedTracer:
         job = Job(
             module=_TRACER,
             order=order,
-            report=msgspec.Raw,  # what is kept, byte for byte
-            # A GPU that is here has nothing to do with the GPUs that are meant.
+            report=msgspec.Raw,  # the bytes as they are kept
+            # This machine's GPUs have nothing to do with the GPUs that are traced for.
             environment={**trial_environment(order.spec), "CUDA_VISIBLE_DEVICES": ""},
             timeout_s=_TIMEOUT_S,
             failure="the tracer failed",
@@ -254,8 +254,8 @@ def fullest_rank(spec: TrialSpec) -> int:
     return spec.layout.context_degree - 1
 
 
-def _whatever_is_allocated(spec: TrialSpec) -> TrialSpec:
-    """The trial without what changes no event: the allocator, saves, and hyperparameters."""
+def _as_traced(spec: TrialSpec) -> TrialSpec:
+    """The trial without what changes no event: allocator, saves, hyperparameters, paths."""
     settings = spec.settings.replace(allocator="native", checkpoint="none", save_hf="never")
     return spec.replace(
         settings=settings,
@@ -268,7 +268,7 @@ def _whatever_is_allocated(spec: TrialSpec) -> TrialSpec:
 
 
 def _key(order: TraceOrder) -> str:
-    # Wherever the model lies: its config is what a trace depends on.
+    # The config decides a trace, wherever the model lies.
     nowhere = order.spec.replace(model_directory="")
     named = order.replace(spec=nowhere)
     return digest((named, _versions(), _sources()))
@@ -291,13 +291,13 @@ def _sources() -> str:
 
 
 def source_files(package: Path) -> list[Path]:
-    """Files that a trace may depend on: the data plane, and what it may import beside it."""
+    """Files that a trace may depend on: the engine, and the packages that it imports."""
     rooms = (package / room for room in ("engine", "model", "nouns"))
     return sorted([*package.glob("*.py"), *(path for room in rooms for path in room.rglob("*.py"))])
 
 
 def _read(path: Path) -> EventLog | None:
-    """The trace that was kept; None where there is none, or a damaged one, which is made again."""
+    """The cached trace; None if there is none, or a damaged one, which is made again."""
     try:
         return from_json(gzip.decompress(read_file(path, most_bytes=INDEX_BYTES)), EventLog)
     except (OSError, EOFError, zlib.error, msgspec.MsgspecError):

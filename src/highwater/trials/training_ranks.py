@@ -1,4 +1,4 @@
-"""The ranks of a run of training: started, listened to, told to stop, and what they left."""
+"""The ranks of a training: start them, follow their progress, tell them to stop, and report."""
 
 import fcntl
 import os
@@ -27,7 +27,7 @@ OnProgress = Callable[[TrainingProgress], None]
 
 @contextmanager
 def own_folder(directory: Path) -> Generator[None]:
-    """The run's folder, made, for this process alone, and gone if empty; else a UsageError."""
+    """Make and lock the run's folder for the block; UsageError if in use or no folder."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def own_folder(directory: Path) -> Generator[None]:
             ) from error
         try:
             yield
-        finally:  # by whoever has it alone: another came, and was refused
+        finally:  # this process has the lock, unless another was refused it
             if is_new and [path.name for path in directory.glob("*")] == [_LOCK]:
                 (directory / _LOCK).unlink()
                 directory.rmdir()
@@ -58,10 +58,10 @@ def own_folder(directory: Path) -> Generator[None]:
 def run_ranks(
     spec: TrainingSpec, *, allow_busy: bool, on_progress: OnProgress, across: Across | None = None
 ) -> tuple[RankReport, ...]:
-    """Train until every rank has ended well, here or ``across`` machines; what they report.
+    """Train until all ranks have ended well, here or ``across`` machines, and return their reports.
 
-    Ctrl-C and SIGTERM tell the ranks to stop after their step and to save: then KeyboardInterrupt
-    is raised when they have; a second one ends them at once. HighwaterError: what else ended them.
+    Ctrl-C and SIGTERM tell the ranks to stop after their step and save; KeyboardInterrupt is raised
+    when they have. A second one ends them at once. HighwaterError if anything else ended them.
     """
     directory = Path(spec.output_directory)
     place = trial_place(
@@ -88,7 +88,7 @@ def _progress(ranks: StartedRanks) -> TrainingProgress:
 def _end_of(
     ranks: StartedRanks, on_progress: OnProgress
 ) -> tuple[Ending, KeyboardInterrupt | None]:
-    """Collect what the ranks left, and the interrupt that they were told of, if any."""
+    """Wait for the ranks: how they ended, and the interrupt that they were told of, if any."""
     interrupt: KeyboardInterrupt | None = None
     try:
         while ranks.process.poll() is None:
@@ -111,7 +111,7 @@ def _end_of(
 
 
 def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterrupt | None) -> None:
-    """Raise for ranks that did not end well; the interrupt for those killed while stopping."""
+    """Raise if ranks did not end well; the interrupt, if they were killed while stopping."""
     raise_refusal(ending.reports)
     failed = failure_of(spec.trial, ending)
     if failed is None:
@@ -126,7 +126,7 @@ def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterr
             hint=f"{_less_memory(spec)}; {goes_on}",
         )
     log = shlex.quote(str(Path(spec.output_directory, LOG)))
-    # What a user's data, function or rate did was a refusal: this is the machines'.
+    # A fault in the user's data or function was a refusal: this failure is the machine's.
     raise MachineError(
         f"the training ended: {failed.reason}", hint=f"`tail {log}` shows the rest; {goes_on}"
     )
@@ -142,7 +142,7 @@ def _less_memory(spec: TrainingSpec) -> str:
 
 
 def _goes_on(spec: TrainingSpec) -> str:
-    """Say in words what the same command does after a failure."""
+    """Say what the same command does after a failure."""
     steps = TrainingFolder(Path(spec.output_directory)).checkpoint_steps()
     if not steps:
         return "the same command begins anew: there is no checkpoint yet"

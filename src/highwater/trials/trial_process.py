@@ -1,9 +1,9 @@
-"""The place of one trial on this machine: free GPUs, an environment that changes nothing of its
-memory, a log of its own, and folders for its user alone while it lasts.
+"""The surroundings of a trial on this machine: free GPUs, an environment that does not change its
+memory, a log, and folders that only its user can read.
 
-Who is killed with -9, and the reaper with it, cannot tidy up: the next start does. A folder is
-known by the lock in it, which the kernel holds for as long as its maker lives; what has no such
-lock, or is somebody else's, is never touched.
+A process killed by -9 together with its reaper cannot tidy up: the next start does. A folder of
+ours is known by the lock in it, which the kernel holds while its maker lives; a folder without such
+a lock, or of another user, is never touched.
 """
 
 import fcntl
@@ -40,11 +40,11 @@ def trial_place(
     log_directory: Path,
     flag: str = "--log-dir",
 ) -> Generator[None]:
-    """The place of a trial that runs within the block; ``gpus`` as for ``Launcher.launch``, and
-    ``flag`` names the directory in a hint.
+    """Check before and after the block that the GPUs of its trial are free; ``gpus`` as for
+    ``Launcher.launch``, and ``flag`` names the directory in a hint.
 
-    Raises MachineError where somebody else uses its GPUs, unless ``allow_busy``, where the driver
-    does not take their memory back, and for files that could not be written.
+    Raises MachineError if another user has its GPUs (not with ``allow_busy``), if the driver does
+    not take their memory back, and for files that cannot be written.
     """
     is_watched = spec.device == "cuda" and not allow_busy
     if is_watched:
@@ -61,7 +61,7 @@ def trial_place(
 
 
 def await_release(gpus: tuple[str, ...] | None, count: int) -> None:
-    """Wait until the driver has taken the trial's memory back; MachineError when it does not."""
+    """Wait until the driver has taken a trial's memory back; MachineError after ``_RELEASE_S``."""
     deadline = time.monotonic() + _RELEASE_S
     while busy_gpus((machine := probe(gpus)).gpus[:count]):
         if time.monotonic() > deadline:
@@ -79,7 +79,7 @@ _NOT_INHERITED = (
 """Variables of the user's shell that trials do not inherit. They would change a trial's memory or
 its checks, or make it join another job or listen for one."""
 _NOT_INHERITED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ROLE_", "PET_")
-"""Beginnings of such variables, which training operators set in every pod."""
+"""Prefixes of more such variables, which training operators set in every pod."""
 ON_THE_CPU = {
     "CUDA_VISIBLE_DEVICES": "",
     "MALLOC_ARENA_MAX": "1",
@@ -87,10 +87,10 @@ ON_THE_CPU = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "OMP_WAIT_POLICY": "passive",
 }
-"""Variables of what is measured on the CPU. One arena and a fixed threshold: a freed tensor goes
-back to the system at once, and the same trial ends the same way. Pages of 2 MiB: to touch new
-tensors page by page took a third of a trial's processor time. Threads that sleep while they wait:
-those that spin take the core of who else is here, and times with it."""
+"""Variables for measurements on the CPU. With one arena and a fixed threshold, a freed tensor goes
+back to the system at once, and the same trial ends the same way. Pages of 2 MiB: touching new
+tensors page by page took a third of a trial's processor time. Waiting threads sleep: spinning ones
+would take cores from other processes and distort times."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the network interface through which ranks talk."""
 _LOOPBACK = "lo"
@@ -98,11 +98,11 @@ _LOOPBACK = "lo"
 
 
 def trial_environment(spec: TrialSpec, gpus: tuple[str, ...] | None = None) -> dict[str, str]:
-    """The environment of a trial's processes. It is the user's, less what would change its memory,
-    plus what its settings ask; of GPUs it shows these, None: those that this process sees.
+    """Environment of a trial's processes: the user's without what would change its memory, plus
+    what its settings need. ``gpus``: those that it sees; None: those that this process sees.
     """
     environment = clean_environment(spec.settings.allocator)
-    if (spec.layout.machines or 1) > 1:  # they are not reached by the loopback
+    if (spec.layout.machines or 1) > 1:  # other machines are not reached by the loopback
         for name in _INTERFACES:
             environment.pop(name)
             environment |= {name: os.environ[name]} if name in os.environ else {}
@@ -116,7 +116,7 @@ def trial_environment(spec: TrialSpec, gpus: tuple[str, ...] | None = None) -> d
 
 
 def clean_environment(allocator: Allocator) -> dict[str, str]:
-    """The user's environment less what would change the memory of GPUs, with an allocator."""
+    """The user's environment without what would change GPU memory, with ``allocator`` set."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -128,10 +128,10 @@ def clean_environment(allocator: Allocator) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    # The driver's own order, by which the probe looks for GPUs in use.
+    # The driver's own order, in which the probe counts GPUs.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    # The ranks of one machine talk to each other through its memory, and where they need a port, on
-    # one that nobody else reaches.
+    # The ranks of one machine talk through its memory; a port, if they need one, is on the
+    # loopback.
     environment |= dict.fromkeys(_INTERFACES, _LOOPBACK)
     return environment
 
@@ -142,7 +142,7 @@ _TAIL_BYTES = 256 * 1024
 
 
 def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path:
-    """The path of a trial's log: ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``;
+    """Path of a trial's log: ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``;
     published: without ``<rung>/``. A foreign trainer's name stands before the rung.
     """
     folder = log_directory / spec.model_name / f"gpu-{spec.layout.gpus}" / spec.layout.slug
@@ -154,7 +154,7 @@ def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path
 
 @contextmanager
 def new_log(wanted: Path) -> Generator[IO[bytes]]:
-    """A new file at the path, or at a free ``.attempt-N`` beside it: none is overwritten."""
+    """Open a new file at ``wanted``, or at a free ``.attempt-N`` beside it: none is overwritten."""
     path, attempt = wanted, 1
     while (log := _opened(path)) is None:
         attempt += 1
@@ -164,7 +164,7 @@ def new_log(wanted: Path) -> Generator[IO[bytes]]:
 
 
 def _opened(path: Path) -> IO[bytes] | None:
-    """The new file; None where there is one, which another trial may have made just now."""
+    """Open a new file; None if it exists: another trial may have made it just now."""
     if statistics_path(path).exists():
         return None
     try:
@@ -179,13 +179,13 @@ def statistics_path(log_path: Path) -> Path:
 
 
 def log_tail(log: IO[bytes], most_bytes: int = _TAIL_BYTES) -> str:
-    """The end of an open log, whatever became of its name: who writes it may have removed it."""
+    """The end of an open log. It need not exist any more: its writer may have removed it."""
     start = max(0, os.fstat(log.fileno()).st_size - most_bytes)
     return os.pread(log.fileno(), most_bytes, start).decode("utf-8", errors="replace")
 
 
 class OneLaunch(NamedTuple):
-    """A trial whose log is open, and what its launcher was told."""
+    """A trial with an open log, and the arguments of its launch."""
 
     spec: TrialSpec
     log: IO[bytes]
@@ -201,15 +201,15 @@ class TrialLauncher(ABC):
 
     log_directory: Path
     timeout_s: float
-    """Longest time of one trial from launch to exit, where its launch names none."""
+    """Longest time of one trial from launch to exit, unless the launch has its own."""
     log_layout: LogLayout = "rung"
     allow_busy: bool = False
-    """True if trials run on GPUs that others use too."""
+    """True if trials may run on GPUs that others use too."""
 
     def launch(
         self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
     ) -> TrialResult:
-        """Run a trial as ``Launcher`` says."""
+        """Run a trial, as ``Launcher`` says."""
         spec, began = launch.spec, time.monotonic()
         place = trial_place(
             spec, gpus, allow_busy=self.allow_busy, log_directory=self.log_directory
@@ -225,7 +225,7 @@ class TrialLauncher(ABC):
 
     @abstractmethod
     def _run(self, one: OneLaunch) -> TrialResult:
-        """Run a trial to its end, and classify it."""
+        """Run a trial to its end and classify it."""
 
 
 _PREFIX = "highwater-"
@@ -240,9 +240,9 @@ def cache_directory(name: str, environment: Mapping[str, str] = os.environ) -> P
 
 @contextmanager
 def private_folder(parent: Path | None = None, *, kind: str = "") -> Generator[Path]:
-    """A new folder below ``parent``, by default where temporary files go. It is gone when this
-    returns, with all that is in it. ``kind`` becomes a part of its name. Before the first one below
-    a parent is made, what others left there is removed.
+    """Make a folder below ``parent`` (default: the system's temporary folder), and remove it with
+    all its content when the block ends. ``kind`` becomes part of its name. Before the first folder
+    below a parent is made, folders that killed processes left there are removed.
     """
     parent = (parent or Path(tempfile.gettempdir())).resolve()
     _remove_what_is_left(parent)
@@ -252,13 +252,13 @@ def private_folder(parent: Path | None = None, *, kind: str = "") -> Generator[P
         lock = _locked(folder)
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # the reaper may be at it, too
+        shutil.rmtree(folder, ignore_errors=True)  # the reaper may be removing it, too
         if lock is not None:
             os.close(lock)
 
 
 def _locked(folder: Path) -> int | None:
-    """Take the folder's lock, free when this process is gone; None where the disk knows none."""
+    """Lock the folder until this process is gone; None if the file system has no locks."""
     unnamed = folder / f"{_LOCK}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -266,13 +266,13 @@ def _locked(folder: Path) -> int | None:
     except OSError:
         os.close(lock)
         return None
-    unnamed.rename(folder / _LOCK)  # only now: nobody finds one that is not held yet
+    unnamed.rename(folder / _LOCK)  # only now: no process finds a lock file that is not held yet
     return lock
 
 
 @cache
 def _remove_what_is_left(parent: Path) -> None:
-    """Remove the folders of those who were killed."""
+    """Remove the folders that killed processes left below ``parent``."""
     with suppress(OSError):
         for folder in parent.glob(f"{_PREFIX}*"):
             with suppress(OSError):
@@ -280,7 +280,7 @@ def _remove_what_is_left(parent: Path) -> None:
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Remove a folder of this user's that nobody holds; raises OSError for anything else."""
+    """Remove a folder of this user that no process holds; raises OSError for anything else."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         return

@@ -1,10 +1,10 @@
 """Activations in host memory: what a recomputed layer keeps, its input and perhaps its attention's
-output, leaves for the host in the forward pass and is back one layer ahead.
+output, is copied to the host in the forward pass and back one layer before it is needed.
 
-Copies run on a stream of their own. Memory of the device goes back once the stream of the
-computation has waited for the copy, at the next layer: peaks depend on the order of layers, never
-on timing (``record_stream`` would make them depend on it). At most one layer's activations are on
-their way out, and one layer's on their way in beside those in use. Copies change no number.
+Copies run on a stream of their own. Memory of the device is freed once the computation's stream has
+waited for the copy, at the next layer: peaks depend on the order of layers, never on timing
+(``record_stream`` would make them depend on it). At most one layer's activations are on their way
+out, and one layer's on their way in beside those in use. Copies change no number.
 
 Host memory is mapped by this module, touched by several threads on the CPUs next to the GPU, and
 registered with CUDA: PyTorch's pinned allocator rounds up to powers of two, and first touch by one
@@ -41,7 +41,7 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Kept:
-    """What one layer keeps for its backward pass: groups of tensors, taken as they were kept."""
+    """Groups of tensors that one layer keeps for its backward pass, taken in the order kept."""
 
     def __init__(self) -> None:
         self._groups: deque[Sequence[Any]] = deque()
@@ -67,8 +67,8 @@ class HostActivations:
     """
 
     def __init__(self, device: torch.device, *, layers_on_gpu: int, budget_bytes: int) -> None:
-        """``layers_on_gpu``: the last layers, whose activations stay; at least one, during whose
-        backward pass the first ones come back. ``budget_bytes``: most that is mapped.
+        """``layers_on_gpu``: number of last layers whose activations stay, at least one: during its
+        backward pass the first ones come back. ``budget_bytes``: most host memory that is mapped.
         """
         assert layers_on_gpu > 0, "nothing comes back ahead of the last layer"
         self._layers_on_gpu = layers_on_gpu
@@ -89,8 +89,8 @@ class HostActivations:
         preserve_rng_state: bool,
         **keywords: Any,
     ) -> Any:
-        """Call a layer for recomputation, as ``torch.utils.checkpoint.checkpoint``. It is number
-        ``index`` of ``layers``, and its first argument the hidden states.
+        """Call a layer for recomputation, as ``torch.utils.checkpoint.checkpoint`` does. The layer
+        is number ``index`` of ``layers``, and its first argument the hidden states.
 
         Raises ModelError if a layer takes its hidden states by name, where no hook sees them.
         """
@@ -100,7 +100,7 @@ class HostActivations:
                 "to host memory",
                 hint="leave `--activations` out",
             )
-        alike = arguments[0].shape, arguments[0].dtype  # the hooks outlive the tensor itself
+        alike = arguments[0].shape, arguments[0].dtype  # hooks outlive the tensor
         kept = _KeptOnHost(None)
         if torch.is_grad_enabled():
             is_on_host = index < layers - self._layers_on_gpu
@@ -108,7 +108,7 @@ class HostActivations:
 
         def pack(tensor: Tensor) -> Any:
             if not kept.is_empty or (tensor.shape, tensor.dtype) != alike:
-                return tensor  # only the first argument moves, whatever else looks like it
+                return tensor  # only the first argument moves, even if others look alike
             kept.keep((tensor,))
             return kept
 
@@ -125,16 +125,16 @@ class HostActivations:
             return checkpoint(layer, *arguments, **how, **keywords)
 
     def _begin(self, *, is_first: bool, is_on_host: bool) -> "_KeptOnHost":
-        """Begin a layer's forward pass: what the one before it sent has left by now."""
+        """Begin a layer's forward pass; copies of the layer before have left the device by now."""
         self._release()
-        while is_first and self._waiting:  # of a pass whose backward pass never came
+        while is_first and self._waiting:  # left by a pass whose backward pass never came
             self._waiting.pop().forget(self.memory)
         kept = _KeptOnHost(self) if is_on_host else _KeptOnHost(None)
         self._waiting.append(kept)
         return kept
 
     def _bring(self, kept: "_KeptOnHost") -> None:
-        """Begin a layer's backward pass: have its activations here, and the next one's coming."""
+        """Begin a layer's backward pass: have its activations here, and fetch the next layer's."""
         self._release()
         assert self._waiting, "a layer goes backward once"
         assert self._waiting[-1] is kept, "layers go backward in the opposite order"
@@ -146,7 +146,7 @@ class HostActivations:
             torch.cuda.current_stream().wait_event(came)
 
     def _release(self) -> None:
-        """Let go of tensors whose copies the computation now waits for."""
+        """Free tensors whose copies the computation waits for from now on."""
         if self._leaving and self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._leaving.clear()
@@ -168,12 +168,12 @@ class HostActivations:
         tensor = torch.empty_strided(sent.shape, sent.stride, dtype=sent.dtype, device=sent.device)
         with _after_computation(self._stream):
             _flat(tensor).copy_(sent.place.of(tensor), non_blocking=True)
-        self.memory.give(sent.place)  # what is sent there next is copied after this
+        self.memory.give(sent.place)  # its next content is copied after this copy
         return tensor
 
 
 class _KeptOnHost(Kept):
-    """What one layer keeps, in host memory if it has a ``host`` to send it to."""
+    """Tensors that one layer keeps, in host memory if it has a ``host``."""
 
     def __init__(self, host: HostActivations | None) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class _KeptOnHost(Kept):
         self._groups.append(tensors)
 
     def come(self) -> None:
-        """Have all that is in host memory come back to the device."""
+        """Start copying all that is in host memory back to the device."""
         host = self._host
         if host is not None:
             self._host = None
@@ -198,7 +198,7 @@ class _KeptOnHost(Kept):
             )
 
     def forget(self, memory: "PinnedPlaces") -> None:
-        """Give back the places of what has not come back and never will."""
+        """Free the host memory of tensors that will never be fetched."""
         for each in (each for group in self._groups for each in group):
             if isinstance(each, _OnHost):
                 memory.give(each.place)
@@ -217,7 +217,7 @@ class _Pinned:
         return len(self.memory)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """View the place as all numbers of a tensor."""
+        """View the place as the flat elements of a tensor of this dtype and size."""
         return self.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
 
 
@@ -232,7 +232,7 @@ class _OnHost(NamedTuple):
 
 
 class PinnedPlaces:
-    """Places in host memory, mapped when they are first needed and used again from then on."""
+    """Pieces of host memory, mapped when first needed and reused from then on."""
 
     def __init__(self, device: torch.device, *, budget_bytes: int) -> None:
         self._device = device
@@ -240,7 +240,7 @@ class PinnedPlaces:
         self._free: list[_Pinned] = []
         self.mapped_bytes = 0
         self.preparing_s = 0.0
-        """Seconds that mapping has taken so far, which later steps do not take."""
+        """Seconds spent on mapping so far; later steps do not spend them again."""
         self.mapped: Callable[[], object] = lambda: None
         """Called whenever more is mapped."""
 
@@ -255,9 +255,9 @@ class PinnedPlaces:
             self._free.remove(place)
             return place
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what is computed meanwhile is not preparing
+            torch.cuda.synchronize(self._device)  # computing time must not count as preparing
         began = time.perf_counter()
-        while self._free:  # all of it is too small for what is now needed
+        while self._free:  # every free piece is too small for what is needed now
             place = self._free.pop()
             self.mapped_bytes -= place.bytes
             place.free()
@@ -275,10 +275,10 @@ class PinnedPlaces:
 def map_pinned(
     size: int, device: torch.device, room_bytes: int
 ) -> tuple[Tensor, Callable[[], object]]:
-    """Map host memory, touch it, and register it with CUDA if the device is a GPU; returns its
-    bytes, and a function that unmaps it.
+    """Map host memory, touch it, and register it with CUDA if the device is a GPU. Returns its
+    bytes as a tensor, and a function that unmaps it.
 
-    MemoryError for more than ``room_bytes``: touching what is not there ends a process.
+    Raises MemoryError for more than ``room_bytes``: touching missing memory would kill the process.
     """
     if size > room_bytes:
         raise MemoryError(
@@ -301,7 +301,7 @@ def map_pinned(
 
 
 def _touch(address: int, size: int, cpus: set[int]) -> None:
-    """Write zeros to all pages, by several threads on these CPUs: there the pages come to lie."""
+    """Write zeros to all pages by several threads on these CPUs, beside which they then lie."""
 
     def touch(start: int) -> None:
         os.sched_setaffinity(0, cpus)  # of this thread alone
@@ -312,7 +312,7 @@ def _touch(address: int, size: int, cpus: set[int]) -> None:
 
 
 def _cpus_beside(device: torch.device) -> set[int]:
-    """Return this process's CPUs that are next to the GPU; all of its own if nobody knows."""
+    """Return this process's CPUs that are next to the GPU; all of its CPUs if that is unknown."""
     allowed = os.sched_getaffinity(0)
     found: Any = torch.cuda.get_device_properties(device)
     bus = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
@@ -328,7 +328,7 @@ def _cpus_beside(device: torch.device) -> set[int]:
 
 
 def _after_computation(stream: torch.cuda.Stream | None) -> Any:
-    """Context in which copies run behind all that is computed so far."""
+    """Context in which copies wait for all that the current stream has computed so far."""
     if stream is None:
         return nullcontext()
     stream.wait_stream(torch.cuda.current_stream())

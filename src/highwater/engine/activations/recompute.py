@@ -83,7 +83,7 @@ def recompute_layers(
     memory: those of attention, the one part whose time is quadratic in the length. With ``host``
     what a layer keeps lies in host memory.
     """
-    # Without draws there is nothing to repeat, and no generator's state to save for every layer.
+    # Without random draws no generator's state has to be saved for every layer.
     how: dict[str, Any] = {"preserve_rng_state": draws_in_training(layers)}
     if host is None and keeping is not None:
         how["context_fn"] = lambda: keeping(Kept())

@@ -106,7 +106,7 @@ class Block(NamedTuple):
 
     @property
     def _lengths(self) -> tuple[None, None, int, int]:
-        """Arguments for documents of equal length: no cumulative lengths, then the longest."""
+        """Length arguments of equal documents: no cumulative lengths, then the longest."""
         return None, None, self.query_BHQD.shape[2], self.key_BKLD.shape[2]
 
     def _backward_on_cpu(
@@ -186,9 +186,7 @@ class VariedBlock(NamedTuple):
     """True if a query sees only the keys up to its own position; else it sees all of them."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the output, qHD, and the queries' log-sum-exp in the kernel's own layout: Hq on a
-        GPU.
-        """
+        """Return the output, qHD, and queries' log-sum-exp in the kernel's layout: Hq on a GPU."""
         if self.query_qHD.device.type == "cpu":
             outputs, sums = zip(*(each.forward() for each in self._documents()), strict=True)
             return torch.cat(self._last(outputs)), torch.cat(sums, dim=-1)
@@ -240,7 +238,7 @@ class VariedBlock(NamedTuple):
         return torch.cat(self._last(queries)), key, value
 
     def _documents(self) -> list[Block]:
-        """Return one block for each document, causal ones with zeros for queries not given."""
+        """Return a block for each document; causal ones have zeros for missing queries."""
         each = zip(
             self._behind_zeros(self.query_qHD),
             self.key_kKD.split(self.key_lengths),
@@ -313,7 +311,7 @@ def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class KeptByLayer(Protocol):
-    """What a layer keeps for its backward pass (engine/activations/host)."""
+    """Tensors that a layer keeps for its backward pass (engine/activations/host)."""
 
     def keep(self, tensors: Sequence[Any]) -> None:
         """Keep one group of tensors."""
@@ -338,7 +336,7 @@ def attended(attend: Callable[[], Attended]) -> Attended:
 
 
 class _AsksKeeper(TorchDispatchMode):
-    """Has PyTorch's own dense attention ask ``attended``, where its operator runs."""
+    """Makes PyTorch's own dense attention call ``attended`` where its operator runs."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -346,14 +344,14 @@ class _AsksKeeper(TorchDispatchMode):
         call = partial(func, *args, **(kwargs or {}))
         if func not in _OPERATORS:
             return call()
-        found: tuple[Any, ...] = attended(call)  # lengths and seeds, too
+        found: tuple[Any, ...] = attended(call)  # lengths and seeds are kept too
         # detached, as autograd makes the returned tensors its own
         return tuple(t.detach() if isinstance(t, Tensor) else t for t in found)
 
 
 def asking_keeper() -> AbstractContextManager[Any]:
-    """A context for a call of PyTorch's attention, whose outputs a layer may keep. It is no wider
-    than the call: all that runs within costs several times as much of the CPU's time.
+    """A context for one call of PyTorch's attention, whose outputs a layer may keep. It encloses
+    only that call: everything inside costs several times as much CPU time.
     """
     return nullcontext() if _KEPT.get() is None else _AsksKeeper()
 
@@ -369,8 +367,8 @@ def kept_in_recompute(
 
 @contextmanager
 def keeping(keep: Callable[[Attended], None]) -> Generator[None]:
-    """Context manager: hand what attention returns to ``keep``. A context around this one keeps it
-    too, or gives it.
+    """Context manager: pass attention outputs to ``keep``. A context around this one also keeps
+    them, or provides them.
     """
     outer = _KEPT.get()
 
@@ -384,7 +382,7 @@ def keeping(keep: Callable[[Attended], None]) -> Generator[None]:
 
 
 def giving(take: Callable[[], Attended]) -> AbstractContextManager[None]:
-    """Return a context in which attention is not computed, but taken from ``take``."""
+    """Return a context in which attention outputs are taken from ``take`` and not computed."""
     return _set(lambda _: take())
 
 

@@ -65,8 +65,8 @@ def filled_mask(
     is_seen: IsSeen,
     device: torch.device,
 ) -> BlockMask:
-    """Build a mask from pairs of blocks: their rows, their columns, and whether each is seen whole,
-    all on the host. ``lengths``: numbers of queries and of keys.
+    """Build a mask from pairs of blocks, all on the host: the block of queries, the block of keys,
+    and True if every query sees every key. ``lengths``: numbers of queries and of keys.
     """
     row_E, column_E, is_full_E = entries_3E
     tensors: dict[str, Tensor] = {}
@@ -89,8 +89,8 @@ def filled_mask(
 
 
 def sees_whole(bounds: BlockTable | TilePairs, token_E: Tensor, key_E: Tensor, size: int) -> Tensor:
-    """True where ``size`` tokens from ``token_E`` on may each see ``size`` keys from ``key_E`` on
-    by window and key range; causal order aside.
+    """True where each of ``size`` tokens from ``token_E`` on sees ``size`` keys from ``key_E`` on
+    by window and key range; causal order is not checked.
     """
     whole_E = key_E >= bounds.keys_from
     if bounds.keys_below is not None:
@@ -101,8 +101,8 @@ def sees_whole(bounds: BlockTable | TilePairs, token_E: Tensor, key_E: Tensor, s
 
 
 def _padded(line_E: Tensor, entry_E: Tensor, lines: int) -> tuple[Tensor, Tensor]:
-    """Sort entries by line and pad each line: number of entries, shape (1, 1, lines), and the
-    entries, shape (1, 1, lines, width), int32. The width is a multiple of 16 bytes.
+    """Sort entries by line and pad each line. Returns the number of entries, shape (1, 1, lines),
+    and the entries, shape (1, 1, lines, width), int32. The width is a multiple of 16 bytes.
     """
     order_E = torch.argsort(line_E * (int(entry_E.max()) + 1 if len(entry_E) else 1) + entry_E)
     line_E, entry_E = line_E[order_E], entry_E[order_E]
@@ -154,11 +154,11 @@ def attend_mask(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """Run the compiled FlexAttention: the output, NGSD, and with ``return_aux`` auxiliary tensors.
-    On the CPU there is only the output, without gradient.
+    """Run the compiled FlexAttention: output, NGSD, and auxiliary tensors with ``return_aux``. The
+    CPU returns only the output, without gradient.
     """
     keys = mask.seq_lengths[1]
-    from torch._dynamo import config  # takes seconds, and the CPU seldom compiles
+    from torch._dynamo import config  # this import takes seconds, and the CPU seldom compiles
 
     with config.patch(recompile_limit=_PROGRAMS):
         return _compiled()(
@@ -175,7 +175,7 @@ def attend_mask(
 def attend_table_of(
     implementation: SparseKernel, pattern: SparsePatternConfig, query_BHSD: Tensor, kv_heads: int
 ) -> AttendTable:
-    """Choose what attends by one table: FlexAttention if its small proof passes, else gather."""
+    """Choose the function for one table: FlexAttention if its small proof passes, else gather."""
     is_candidate = takes(query_BHSD.device, query_BHSD.dtype, pattern)
     if implementation == "gather" or (implementation == "auto" and not is_candidate):
         return attend_by_gather
@@ -213,7 +213,7 @@ def may_compile() -> bool:
 
 def kernel_of(module: nn.Module, implementation: SparseKernel) -> SparseKernel:
     """Return the kernel that a module uses. With ``auto`` a replica of DataParallel gathers keys,
-    so that the recomputation of its backward pass, in another thread, uses the same kernel.
+    so that the recomputation in its backward pass, in another thread, uses the same kernel.
     """
     is_replica = getattr(module, "_is_replica", False)
     return "gather" if implementation == "auto" and is_replica else implementation

@@ -251,7 +251,7 @@ def _rows_from(pairs: TilePairs, first: int, stop: int, most: int) -> _Rows:
 
 
 class CutTensors(NamedTuple):
-    """Queries, keys and values cut into tiles, and their attention, a few rows at a time."""
+    """Queries, keys and values cut into tiles, with attention computed a few rows at a time."""
 
     query_NGRbD: Tensor
     key_NCbD: Tensor
@@ -290,7 +290,7 @@ class CutTensors(NamedTuple):
         log_sums_NGRb: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of queries, keys and values from these keys' part of the softmax, wide
-        or as the inputs. ``log_sums`` and ``above`` are over all keys; ``above`` is the
+        or in the inputs' dtype. ``log_sums`` and ``above`` are over all keys; ``above`` is the
         log-sum-exp's gradient minus the sum of the output times its gradient.
         """
         # contiguous: rows are added in place through views

@@ -81,8 +81,8 @@ class BlockTable:
 def block_tables(
     pattern: SparsePatternConfig, length_tokens: int, device: torch.device
 ) -> tuple[BlockTable, ...]:
-    """Return a pattern's tables, whose outputs are merged: one, and for ``global_local`` a second,
-    in which every token sees the first tokens. Cached, because every layer of a model asks again.
+    """Return a pattern's tables, whose outputs are merged: one table, and for ``global_local`` a
+    second, in which every token sees the first tokens. Cached, because every layer asks again.
 
     Raises UsageError for a ratio that the pattern's window contradicts.
     """
@@ -109,8 +109,8 @@ def _by_ratio(pattern: SparsePatternConfig, length_tokens: int) -> tuple[BlockTa
 
 
 def _counts(rows_R: Tensor, ratio: float) -> Tensor:
-    """Number of blocks that each row keeps, of those up to its own: the ratio, rounded up."""
-    # a product that is a whole number but for rounding must not be rounded up
+    """Number of blocks that each row keeps: the ratio of those up to its own, rounded up."""
+    # rounding errors must not turn a whole number into the next one
     return torch.ceil(ratio * (rows_R + 1).double() - 1e-9).long().clamp(min=1)
 
 
@@ -133,7 +133,7 @@ def _drawn(row_E: Tensor, entry_E: Tensor, counts_R: Tensor, seed: int) -> Tenso
 
 
 def _strided(row_E: Tensor, entry_E: Tensor, counts_R: Tensor) -> Tensor:
-    """Return half of a row's blocks as its last ones, half as spread over all before those."""
+    """Return half of a row's blocks as its last ones, half spread evenly over all before them."""
     near_E = (counts_R[row_E] + 1).div(2, rounding_mode="floor")
     far_E = (counts_R[row_E] - near_E).clamp(min=1)
     stride_E = (row_E - near_E + 1).div(far_E, rounding_mode="floor")
@@ -175,8 +175,8 @@ def _table(
 
 
 def top_k_table(pattern: SparsePatternConfig, query_NSD: Tensor, key_NSD: Tensor) -> BlockTable:
-    """Keep each row's own block and those whose mean key scores highest with the row's mean query:
-    one table for each group of heads. ``query_NSD`` is the mean over a group's query heads.
+    """Keep each row's own block and the blocks whose mean key scores highest with the row's mean
+    query: one table for each group of heads. ``query_NSD`` is the mean over a group's query heads.
     """
     length, size = query_NSD.shape[1], pattern.block_size
     query_NRD, key_NRD = (_means(tensor, size) for tensor in (query_NSD, key_NSD))

@@ -102,7 +102,7 @@ class Sharing:
 
     @property
     def tensors(self) -> type[CutTensors]:
-        """Class that attends within tiles."""
+        """Class that computes attention within tiles."""
         return FlexTensors if self.by_flex else CutTensors
 
     @property
@@ -120,7 +120,7 @@ def branch_attention(
     query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, sharing: Sharing
 ) -> tuple[Tensor, Tensor]:
     """Attention of each document over itself, BHTD, and the log-sum-exp of each query, BHT; both
-    differentiable. Zeros and minus infinity for queries that are in no branch.
+    differentiable. Queries in no branch get zeros and minus infinity.
 
     Raises UsageError for a pattern that follows content, and for a ratio that a window contradicts.
     """
@@ -149,7 +149,7 @@ class _Ring:
         self.own_2BkTD = torch.stack([self.heads.sent(each) for each in keys_and_values])
 
     def exchange(self, rank: int, source: int) -> Exchange:
-        """Return the work of ``rank`` with the keys of ``source``."""
+        """Return the work of ``rank`` with the keys of ``source``: tiles and tokens to send."""
         shared, pair = self.sharing, {"rank": rank, "source": source}
         own = (shared.layout, self.branch, shared.pattern)
         return exchange(*own, is_causal=shared.is_causal, **pair, device=self.device)
@@ -185,7 +185,7 @@ class _Ring:
 
     def send_home_(self, step: _Step, gradients_2BktD: Tensor, sums_2BkTD: Tensor) -> None:
         """Send the gradients of a step's keys and values to their owner, and add to this rank's
-        sums those that another rank has computed in the same step from this rank's keys.
+        sums the gradients that another rank computed in the same step from this rank's keys.
         """
         rank, degree, group = self.sharing.rank, self.sharing.degree, self.sharing.group
         if step.source == rank:
@@ -255,7 +255,7 @@ class _HeadsAtHand(NamedTuple):
 def _heads_at_hand(
     sharing: Sharing, query_BHTD: Tensor, key_BKTD: Tensor
 ) -> Iterator[_HeadsAtHand]:
-    """Yield all heads, as many at a time as memory allows; all at once if branches have rates."""
+    """Yield all heads, as many at a time as memory allows; all at once if any rate is above 1."""
     kv_heads, groups = key_BKTD.shape[1], query_BHTD.shape[1] // key_BKTD.shape[1]
     room = _QUERIES_AT_HAND // max(1, query_BHTD[:, :groups].numel())
     at_once = max(1, room) if all(each.rate == 1 for each in sharing.branches) else kv_heads
@@ -365,7 +365,7 @@ def _add_gradients_(
     query_sum_BHTD: Tensor,
     sums_2BkTD: Tensor,
 ) -> None:
-    """Add a branch's gradients to those of this rank's queries, keys and values, in place."""
+    """Add a branch's gradients to this rank's sums for queries, keys and values, in place."""
     heads, sharing, batch = ring.heads, ring.sharing, len(query_BHTD)
     grouped_NGTD = heads.grouped(query_BHTD)
     upstream_NGTD, above_NGT1, log_sums_NGT1 = (heads.grouped(each) for each in for_queries)

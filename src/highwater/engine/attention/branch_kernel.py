@@ -26,7 +26,7 @@ def attend_branches(
     sharing: Sharing,
     implementation: SparseKernel = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Run ``branch_attention``, by FlexAttention if that is proven or asked for."""
+    """Run ``branch_attention``, by FlexAttention if it is proven or asked for."""
     is_flex, pattern = implementation == "flex", sharing.pattern or _DENSE
     if implementation == "auto" and takes(query_BHTD.device, query_BHTD.dtype, pattern):
         reason = branches_obstacle(sharing, query_BHTD, key_BKTD.shape[1])

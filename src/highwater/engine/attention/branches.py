@@ -29,7 +29,7 @@ _DENSE_BLOCK = 128
 
 
 class Branch(NamedTuple):
-    """Rows of one segment length, rate and offset, for each ``rate``-th head from ``offset``."""
+    """Rows of one segment length, rate and offset, for every ``rate``-th head from ``offset``."""
 
     segment: int | None = None
     """Tokens of a segment; None: whole documents."""
@@ -87,7 +87,7 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Work of one rank with another rank's keys, and the tokens sent to it for that."""
+    """Work of one rank with another rank's keys, and the tokens that are sent to it for this."""
 
     pairs: tuple[TilePairs, ...]
     """Passes to merge; their key tiles index the tokens that are sent, or the rank's own."""
@@ -158,7 +158,7 @@ def _held(
 def _tiles(
     size: int, held: int, offsets_R: Integers, counts_R: Integers, places_R: Integers, step: int = 1
 ) -> Tiles:
-    # if full tiles lie one after the other, cutting is a view and copies nothing
+    # if full tiles follow each other, cutting is a view and copies nothing
     stretch = np.arange(len(places_R)) * size
     is_whole = (counts_R[:-1] == size).all() and np.array_equal(places_R, stretch)
     numbers = (torch.from_numpy(each) for each in (offsets_R, counts_R, places_R))

@@ -126,7 +126,7 @@ def prove(
 
 
 def pieces_of(tokens: int, documents: int, device: torch.device) -> int:
-    """Return the pieces for a run of documents; ``documents`` itself if they cannot be cut."""
+    """Return the number of pieces for a run of documents; ``documents`` if they cannot be cut."""
     assert device.type in ("cuda", "cpu")
     return max(documents, pieces(tokens, device.type) or 1)
 
@@ -141,7 +141,7 @@ def _as_batch(tensor_BHSD: Tensor, start: int, stop: int, documents: int) -> Ten
 
 
 _PRODUCTS_AT_HAND = 2**22
-"""Products of gradient and output that are summed at once; at least one token's."""
+"""Elements of gradient times output that are summed at once; at least one token's."""
 
 
 def join_sinks_(output_BHSD: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> Tensor:

@@ -40,13 +40,13 @@ class Segments(NamedTuple):
     """Tokens of a segment that attend."""
 
     def of(self, tensor_BHSn: Tensor) -> Tensor:
-        """View a tensor's tokens and heads that attend; BnHl and the remaining dimensions."""
+        """View the part of a tensor that attends: BnHl and the remaining dimensions."""
         stop = self.start + self.segments * self.length
         row = tensor_BHSn[:, self.heads, self.start : stop]
         return row.unflatten(2, (self.segments, self.length)).transpose(1, 2)[..., self.tokens, :]
 
     def sums_of(self, tensor_BHS: Tensor) -> Tensor:
-        """View those of a tensor with one number for each token; BnHl."""
+        """View the part that attends of a tensor with one number for each token; BnHl."""
         return self.of(tensor_BHS[..., None])[..., 0]
 
 
@@ -63,11 +63,11 @@ def dilated_attention(
     normalisation: Normalisation = "softmax",
 ) -> tuple[Tensor, Tensor]:
     """Attention of each sequence over itself, BHSD, and the log-sum-exp of each query, BHS, minus
-    infinity if the query is in no branch; the log-sum-exp has no gradient.
+    infinity for a query in no branch; the log-sum-exp has no gradient.
 
-    Without segments and rates the published ones are used: half the length and all of it, with
-    rates 1 and 2. With ``normalisation="groups"`` each branch has a group of heads, its values are
-    divided by their sum over the sequence, and the log-sum-exp is all zeros.
+    Default segments and rates are the published ones: half the length and all of it, rates 1 and 2.
+    With ``normalisation="groups"`` each branch has a group of heads, its values are divided by
+    their sum over the sequence, and the log-sum-exp is all zeros.
 
     Raises UsageError for invalid segments and rates.
     """
@@ -126,7 +126,7 @@ def _by_groups(
 
 
 class _Branches(torch.autograd.Function):
-    """Autograd function over all parts; going backward each uses the merged output and sums."""
+    """Autograd function over all parts; their backward passes use the merged output and sums."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Tiles attended by FlexAttention: a rank's queries over some keys, its own or another rank's,
+"""Attention over tiles by FlexAttention: a rank's queries over keys, its own or another rank's,
 forward and backward.
 
 The mask is filled from the pairs of tiles. A token's position in its document is read from a table
@@ -20,7 +20,7 @@ from highwater.engine.attention.block_gather import CutTensors, exact
 from highwater.engine.attention.block_table import TilePairs, Tiles
 
 _FAR = 2**30
-"""Position behind every token, and a distance that no two tokens have."""
+"""Position after every token, and a distance greater than that of any two tokens."""
 
 
 class FlexTensors(CutTensors):
@@ -44,8 +44,8 @@ class FlexTensors(CutTensors):
         above_NGRb: Tensor,
         log_sums_NGRb: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients as ``CutTensors.gradients`` does. The forward pass over these keys is
-        run again, and its output gets the share of the gradient that its keys have in the softmax.
+        """Return gradients as ``CutTensors.gradients`` does. The forward pass over these keys runs
+        again, and its output gets the share of the gradient that its keys have in the softmax.
         """
         inputs = [each.detach().requires_grad_() for each in self._flat()]
         with torch.enable_grad(), exact(self.query_NGRbD.device):
@@ -54,7 +54,7 @@ class FlexTensors(CutTensors):
         finite_NGS = whole_NGS.masked_fill(whole_NGS == -torch.inf, 0.0)
         part_NGS = (sums_NGS.detach() - finite_NGS).exp()
         of_output_NGSD = (upstream_NGSD * part_NGS[..., None]).to(found_NGSD.dtype)
-        # the kernel subtracts output x gradient of its own rounded output: add that back
+        # The kernel subtracts output x gradient of its own rounded output: add that back.
         own_NGS = (found_NGSD.detach().to(self.wide) * of_output_NGSD).sum(-1)
         of_sums_NGS = own_NGS + part_NGS * above_NGRb.flatten(2, 3)
         found = torch.autograd.grad(

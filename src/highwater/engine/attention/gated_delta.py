@@ -37,7 +37,7 @@ from highwater.engine.parallel.collectives import exchange, gather_rows
 from highwater.nouns.layout import DELTA_CHUNK_TOKENS, DELTA_GROUP_TOKENS
 
 _NORM_EPSILON = 1e-6
-"""Added to the square of a query's or a key's length, as the kernels of all libraries do."""
+"""Added to the squared norm of a query or key, as the kernels of all libraries do."""
 
 
 class DeltaHeads(NamedTuple):
@@ -70,13 +70,13 @@ def gated_delta(
 ) -> Tensor:
     """Return the heads' outputs, SHV, normed and gated, in the dtype of ``qkv_SC``.
 
-    ``qkv_SC`` is as it was projected. ``log_decay_SH`` is the logarithm of what the state is scaled
-    by, 0 or less; it and ``beta_SH`` are in float32 or wider. Documents are all of the row, of
-    which every rank of the ``ring`` has a slice of equal length, in the order of the ranks.
+    ``qkv_SC`` is the projection's output. ``log_decay_SH`` is the logarithm of the state's factor,
+    0 or less; it and ``beta_SH`` are in float32 or wider. Documents cover the whole row, of which
+    each rank of the ``ring`` has a slice of equal length, in the order of the ranks.
     """
     tokens, (rank, ranks) = len(qkv_SC), (0, 1) if ring is None else _place_in(ring)
     assert sum(document_lengths) == tokens * ranks, "documents are all of the row"
-    # One at the least: whether a state crosses is told by the document of the token in front.
+    # At least one: the document of the token before tells whether a state crosses into the slice.
     lead = min(rank * tokens, max(convolution_CW.shape[1] - 1, 1))
     numbers_P = np.repeat(np.arange(len(document_lengths), dtype=np.int32), document_lengths)
     numbers_S = torch.from_numpy(numbers_P[rank * tokens - lead : (rank + 1) * tokens])
@@ -91,26 +91,25 @@ def _place_in(ring: dist.ProcessGroup) -> tuple[int, int]:
 
 
 DeltaPass = Literal["forward", "backward", "forward across", "backward across"]
-"""Passes over a slice; ``across``: one that only asks what crosses it."""
+"""Passes over a slice; ``across``: passes that only compute how a state crosses the slice."""
 
 
 class DeltaPlan(NamedTuple):
-    """What a pass is besides its tensors."""
+    """The inputs of a pass other than its tensors."""
 
     heads: DeltaHeads
     documents_S: Tensor
-    """Number of each token's document, of those in front of the slice too that its convolution
-    reads."""
+    """Number of each token's document, starting with the tokens before the slice that its
+    convolution reads."""
     norm_epsilon: float
     lead: int
-    """Number of these tokens in front of the slice."""
+    """Number of these tokens before the slice."""
     ring: dist.ProcessGroup | None
-    """Ranks that have a slice of the row each; None if this one has all of it."""
+    """Ranks that have a slice of the row each; None if this rank has the whole row."""
 
     def groups(self, of: DeltaPass = "forward") -> Iterable[tuple[int, slice]]:
-        """Numbers of the groups and their places in the row, of a backward pass the last first.
-
-        Passes go through these and no others: the tracer lets one stand for all
+        """Numbers of the groups with their slices of the row, the last first in a backward pass.
+        All passes go through these groups: the tracer lets one stand for all
         (engine/tracer/kernel_stubs.py).
         """
         tokens, each = len(self.documents_S) - self.lead, DELTA_GROUP_TOKENS
@@ -138,7 +137,7 @@ class _GatedDelta(torch.autograd.Function):
             for number, place in plan.groups():
                 inputs = (*_cut(plan, tensors, place), states[number])
                 out_SHV[place], behind_HDV = _of_group(plan, place, inputs)
-                states[number + 1 : number + 2] = behind_HDV  # nothing behind the last group
+                states[number + 1 : number + 2] = behind_HDV  # no group follows the last
             return out_SHV, states, *moved[1:]
 
         out_SHV, *kept = attended(run)
@@ -170,7 +169,7 @@ class _GatedDelta(torch.autograd.Function):
 
 
 def _lead(plan: DeltaPlan, qkv_SC: Tensor, taps: int) -> Tensor:
-    """Return the tokens in front of the slice that its convolution reads, lC."""
+    """Return the tokens before the slice that its convolution reads, lC."""
     if plan.ring is None:
         return qkv_SC[:0]
     last_lC = qkv_SC[-max(taps - 1, 1) :]
@@ -179,8 +178,8 @@ def _lead(plan: DeltaPlan, qkv_SC: Tensor, taps: int) -> Tensor:
 
 
 def _with_leads(plan: DeltaPlan, of_qkv_SC: Tensor, taps: int) -> Tensor:
-    """Return the gradient of the slice, from that of the slice with the tokens in front of it: add
-    what later slices have for this one's last tokens.
+    """Return the gradient of the slice from that of the slice with the tokens before it: add the
+    gradients that later slices have for this slice's last tokens.
     """
     if plan.ring is None:
         return of_qkv_SC
@@ -195,7 +194,7 @@ def _with_leads(plan: DeltaPlan, of_qkv_SC: Tensor, taps: int) -> Tensor:
 
 
 def _crossed(plan: DeltaPlan, tensors: Sequence[Tensor], zero_HDV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the slice adds to a state that crosses it, HDV, and what it moves it by, HDD."""
+    """Return the state A that the slice adds, HDV, and the matrix M that moves a state, HDD."""
     sizes = zero_HDV.shape[2], plan.heads.key_size
     unit_DD = torch.eye(sizes[1], dtype=zero_HDV.dtype, device=zero_HDV.device)
     both_HDX = torch.cat((zero_HDV, unit_DD.expand(len(zero_HDV), -1, -1)), dim=-1)
@@ -208,8 +207,8 @@ def _crossed(plan: DeltaPlan, tensors: Sequence[Tensor], zero_HDV: Tensor) -> tu
 def _carried(
     added_HDV: Tensor, moved_HDD: Tensor, ring: dist.ProcessGroup, *, is_backward: bool = False
 ) -> Tensor:
-    """Return the state in front of this rank's slice, from what every slice adds to it and moves it
-    by; of the backward pass the gradient of the one behind it.
+    """Return the state before this rank's slice, by the added states A and matrices M of all
+    slices; in the backward pass, the gradient of the state after it.
     """
     rank = dist.get_rank(ring)
     every_RHDX = gather_rows(torch.cat((added_HDV, moved_HDD), dim=-1)[None], ring)
@@ -223,7 +222,7 @@ def _carried(
 def _state_gradient(
     plan: DeltaPlan, place: slice, inputs: Sequence[Tensor], gradients: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Compute a group again; return the gradient of the state in front of it and no other."""
+    """Compute a group again, and return only the gradient of the state before it."""
     state_HDV = inputs[-1].detach().requires_grad_()
     with torch.enable_grad():
         found = _of_group(plan, place, (*inputs[:-1], state_HDV))
@@ -237,8 +236,8 @@ def _add_gradients(
     gradients: tuple[Tensor, Tensor],
     whole: Sequence[Tensor],
 ) -> Tensor:
-    """Compute a group again and add its gradients to those of the whole slice, and of what is in
-    front of it, and of the weights; return that of the state in front of the group.
+    """Compute a group again and add its gradients to those of the slice, of the tokens before it
+    and of the weights. Returns the gradient of the state before the group.
     """
     inputs[4:6] = (each.to(inputs[6].dtype) for each in inputs[4:6])
     leaves = [each.detach().requires_grad_() for each in inputs]
@@ -264,8 +263,8 @@ def _cut(plan: DeltaPlan, tensors: Sequence[Tensor], place: slice) -> list[Tenso
 
 
 def _of_group(plan: DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a group's outputs, sHV, and the state behind it, from the one in front of it. Of a
-    state with further columns, to which no values come, there are no outputs.
+    """Return a group's outputs, sHV, and the state after it, from the state before it. A state with
+    extra columns, which no values enter, gives no outputs.
     """
     qkv_sC, gate_sHV, log_decay_sH, beta_sH, convolution_CW, norm_V, state_HDV = inputs
     heads, wide = plan.heads, log_decay_sH.dtype
@@ -283,11 +282,11 @@ def _of_group(plan: DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[
     scaled_sHD = query_sHD * heads.key_size**-0.5
     chunks = map(_by_chunks, (scaled_sHD, key_sHD, value_sHV, log_decay_sH, beta_sH))
     documents_s = documents_s[len(qkv_sC) - len(gate_sHV) :]
-    # What fills up the last chunk is of the last document, whose state it leaves as it is.
+    # Padding of the last chunk counts to the last document, and leaves its state unchanged.
     missing = -len(documents_s) % DELTA_CHUNK_TOKENS
     filled_s = torch.cat((documents_s, documents_s[-1:].expand(missing)))
     documents_nc = filled_s.unflatten(0, (-1, DELTA_CHUNK_TOKENS))
-    # Whose state is in front of the row does not matter: it is zero there.
+    # At the row's start any document will do: the state is zero there.
     before = plan.documents_S[max(0, stop - len(gate_sHV) - 1)]
     out_sHV, state_HDV = _by_recurrence(tuple(chunks), documents_nc, before, state_HDV)
     if out_sHV is None:
@@ -296,7 +295,7 @@ def _of_group(plan: DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[
 
 
 def _convolved(x_sC: Tensor, convolution_CW: Tensor, documents_s: Tensor) -> Tensor:
-    """Return each token's channels summed over itself and those before it in its document."""
+    """Return each token's channels convolved over the token and those before it in its document."""
     taps = convolution_CW.shape[1]
     found_sC = x_sC * convolution_CW[:, -1]
     for back in range(1, min(taps, len(x_sC))):
@@ -311,7 +310,7 @@ def _unit(x_sHD: Tensor) -> Tensor:
 
 
 def _by_chunks(x_sH: Tensor) -> Tensor:
-    """Cut tokens into chunks, the last one filled up with zeros: from sHX to nHcX."""
+    """Cut tokens into chunks, from sHX to nHcX; the last chunk is padded with zeros."""
     missing = -len(x_sH) % DELTA_CHUNK_TOKENS
     filled_sH = F.pad(x_sH, (*(0, 0) * (x_sH.ndim - 1), 0, missing)) if missing else x_sH
     return filled_sH.unflatten(0, (-1, DELTA_CHUNK_TOKENS)).transpose(1, 2)
@@ -320,14 +319,14 @@ def _by_chunks(x_sH: Tensor) -> Tensor:
 def _by_recurrence(
     chunks: tuple[Tensor, ...], documents_nc: Tensor, before: Tensor, state_HDV: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """Return outputs, sHV, and the state behind the chunks; ``before``: the document whose state
-    is the one in front of them. No outputs of a state with more columns than values.
+    """Return outputs, sHV, and the state after the chunks; ``before``: the document of the state
+    before them. No outputs for a state with more columns than values.
     """
     query_nHcD, key_nHcD, value_nHcV, log_decay_nHc, beta_nHc = chunks
     last_n = torch.cat((before[None], documents_nc[:-1, -1]))
     enters_n1c = (documents_nc == last_n[:, None])[:, None]
     is_seen_n1cc = (documents_nc[:, :, None] == documents_nc[:, None]).tril()[:, None]
-    # Sums of their own from each token on: differences of the chunk's would round as its size does.
+    # Separate sums from each token on: differences of the chunk's sums would round at their size.
     behind_nHcc = log_decay_nHc[..., None].expand(*log_decay_nHc.shape, DELTA_CHUNK_TOKENS)
     is_behind_cc = torch.ones_like(is_seen_n1cc[0, 0]).tril(-1)
     behind_nHcc = behind_nHcc.masked_fill(~is_behind_cc, 0).cumsum(-2)
@@ -356,7 +355,7 @@ def _by_recurrence(
 
 
 def _normed(plan: DeltaPlan, out_sHV: Tensor, gate_sHV: Tensor, norm_V: Tensor) -> Tensor:
-    """Return outputs with their heads' root mean square taken away, weighted and gated."""
+    """Return outputs divided by their heads' root mean square, weighted and gated."""
     scale_sH1 = (out_sHV.square().mean(-1, keepdim=True) + plan.norm_epsilon).rsqrt()
     gated_sHV = out_sHV * scale_sH1 * norm_V * F.silu(gate_sHV.to(out_sHV.dtype))
     return gated_sHV.to(gate_sHV.dtype)

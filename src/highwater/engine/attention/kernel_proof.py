@@ -33,7 +33,7 @@ def computes_windows(device: torch.device, dtype: torch.dtype, head_dim: int) ->
         return False
     try:
         return all(_equals_plain(device, dtype, head_dim, length) for length in _LENGTHS)
-    except RuntimeError:  # the kernel refuses: an old card, heads too large
+    except RuntimeError:  # the kernel refuses: the card is too old, or heads are too large
         return False
 
 
@@ -81,7 +81,7 @@ class ProofSizes(NamedTuple):
 
 
 def flaw(deviations: Callable[[], Iterator[float]], sizes: ProofSizes) -> str | None:
-    """Say why two attentions differ, or why one does not run; None if they are the same.
+    """Say why two attentions differ, or why one does not run; None if they agree.
 
     The caller may be inside a recomputed layer, whose hooks would take the proof's tensors for the
     layer's, or under autocast. So the proof runs in a thread of its own, which has neither.

@@ -45,7 +45,7 @@ class Front(NamedTuple):
 
 class SharedCall(NamedTuple):
     """Neighbouring documents whose queries share one flash attention call: all queries of short
-    ones, or those that fronts leave of long ones.
+    documents, or the queries of long documents that are in no front.
     """
 
     queries: tuple[tuple[int, int], ...]
@@ -125,7 +125,7 @@ class _How(NamedTuple):
 
 
 class _Mixed(torch.autograd.Function):
-    """Autograd function over all documents, so that no call has a graph of its own."""
+    """Autograd function over all documents, so that no kernel call has a graph of its own."""
 
     @staticmethod
     def forward(
@@ -167,7 +167,7 @@ RowTensors = tuple[Tensor, Tensor, Tensor]
 
 
 class _Gradients:
-    """Gradients of a row's queries, keys and values, joined from those of its calls."""
+    """Gradients of a row's queries, keys and values, collected from all kernel calls."""
 
     def __init__(self, rows: RowTensors) -> None:
         self._rows = rows
@@ -175,7 +175,7 @@ class _Gradients:
         self._of_fronts: list[tuple[Front, list[Tensor]]] = []
 
     def add_front(self, front: Front, gradients_QXD: list[Tensor]) -> None:
-        """Add a front's gradients; its keys' wait for the document's left queries, if any."""
+        """Add a front's gradients; its keys' wait for the document's remaining queries, if any."""
         query, *others = gradients_QXD
         self._parts[0].append((front.start, query))
         if front.is_whole:
@@ -272,8 +272,8 @@ def _places(call: SharedCall) -> list[tuple[slice, slice]]:
 
 
 def _rows_of(*tensors_BXSD: Tensor) -> RowTensors:
-    """View tensors as rows of tokens, SXD, with a token's heads side by side as projections leave
-    them. cuDNN keeps plans by strides, which in another order would depend on the row's length.
+    """View tensors as rows of tokens, SXD, with a token's heads side by side, as projections return
+    them. cuDNN keys its plans by strides, which in another order would depend on the row's length.
     """
     query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors_BXSD)
     rows = (query, key, value)

@@ -35,7 +35,7 @@ class Pattern:
     soft_cap: float | None = None
     """Bound of a score's magnitude: ``cap * tanh(score / cap)``; None: no cap."""
     is_wide: bool = False
-    """Heads are wider than a fused kernel takes (``wide_block``)."""
+    """True if heads are wider than a fused kernel takes (``wide_block``)."""
     sinks_H: Tensor | None = None
     """One score for each query head that joins the softmax without a value; None: no sinks."""
 
@@ -81,7 +81,7 @@ class PatternAttention(NamedTuple):
 def attend_in_pattern(
     query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, *, documents: Documents
 ) -> PatternAttention:
-    """Causal attention of each document over itself, in the documents' pattern."""
+    """Causal attention of each document over itself, by the documents' pattern."""
     assert sum(documents.lengths) == query_BHSD.shape[2], "the documents are all that is packed"
     alone = replace(documents, pattern=replace(documents.pattern, sinks_H=None))
     output_BHSD, log_sums_BHS = _Patterned.apply(
@@ -105,7 +105,7 @@ class _SameLength(NamedTuple):
     def block(
         self, documents: Documents, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor
     ) -> Block | WindowedBlock | PlainBlock:
-        """Return the attention block of these documents, for the kernel that computes it."""
+        """Return these documents' attention block, of the kernel that computes them."""
         pattern, device = documents.pattern, query_BHSD.device
         tensors = (self.of(query_BHSD), self.of(key_BKSD), self.of(value_BKSD))
         if pattern.is_fused_up_to((self.stop - self.start) // self.documents):

@@ -62,8 +62,8 @@ class PlainBlock(NamedTuple):
         return query_gradient, key_gradient.to(dtype), value_gradient.to(dtype)
 
     def _attend_(self, rows: "RowsAtHand", output_BHSD: Tensor, log_sums_BHS: Tensor) -> None:
-        """Write the output of these rows. A method of its own, so that its buffers are freed before
-        the next rows need theirs; ``_add_gradients_`` too.
+        """Write the output of these rows. Like ``_add_gradients_`` it is a method of its own, so
+        that its buffers are freed before the next rows need theirs.
         """
         scores_BKGrl = self._hide_(self._scores(rows), rows)
         most_BKGr1 = scores_BKGrl.amax(-1, keepdim=True)
@@ -111,7 +111,7 @@ class PlainBlock(NamedTuple):
 
     def _rows(self) -> Iterator["RowsAtHand"]:
         """Yield all rows, as many at a time as their scores may take, from the end: the last rows
-        read the most keys, so the buffers of all later ones fit into memory that they freed.
+        read the most keys, so that later buffers fit into the memory that theirs freed.
         """
         documents, heads, length, _ = self.query_BHSD.shape
         return self._stretches(*stretch(length, self.window_tokens, documents * heads))
@@ -129,7 +129,7 @@ class PlainBlock(NamedTuple):
         return tensor_BHSx[:, :, rows.queries].unflatten(1, (self.key_BKSD.shape[1], -1))
 
     def _of_rows(self, tensor_BHSD: Tensor, rows: "RowsAtHand") -> Tensor:
-        """Return these rows of a tensor, BKGrD, wide and contiguous: products copy no more."""
+        """Return these rows of a tensor, BKGrD, wide and contiguous: products copy nothing."""
         rows_BKGrD = self._by_groups(tensor_BHSD, rows)
         return rows_BKGrD.to(self._wide, memory_format=torch.contiguous_format)
 

@@ -1,8 +1,8 @@
-"""Recurrence: the state of a gated delta rule, carried from chunk to chunk of its tokens.
+"""Recurrence: the state of a gated delta rule, carried from chunk to chunk of tokens.
 
-What is written of a chunk is ``W = U - R S``, and the state behind it ``S' = k S + K^T W``. The
-backward pass has the same form from the last chunk to the first, with ``R`` and ``K`` exchanged, so
-that one sweep serves both: in one Triton kernel on a GPU, otherwise chunk by chunk in PyTorch.
+A chunk writes ``W = U - R S`` and leaves the state ``S' = k S + K^T W``. The backward pass has the
+same form from the last chunk to the first, with ``R`` and ``K`` exchanged, so that one sweep serves
+both: in one Triton kernel on a GPU, otherwise chunk by chunk in PyTorch.
 
 Shapes:  n chunks  H heads  c tokens of a chunk  D size of a key head  V size of a value head
 Source: Yang et al., Gated Delta Networks, https://arxiv.org/abs/2412.06464, section 3.3.
@@ -18,8 +18,8 @@ from torch import Tensor
 def recurrence(
     new_nHcV: Tensor, read_nHcD: Tensor, key_nHcD: Tensor, kept_nH: Tensor, state_HDV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what is written, nHcV, the state in front of every chunk, nHDV, and that behind the
-    last one, HDV. ``kept_nH``: what a chunk scales the state by. All are of one dtype.
+    """Return what chunks write, nHcV, the state before each chunk, nHDV, and the state after the
+    last, HDV. ``kept_nH``: factor by which a chunk scales the state. All have one dtype.
     """
     found: tuple[Tensor, Tensor, Tensor] = _Recurrence.apply(
         new_nHcV, read_nHcD, key_nHcD, kept_nH, state_HDV
@@ -39,7 +39,7 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         read_nHcD, key_nHcD, kept_nH, written_nHcV, states_nHDV = ctx.saved_tensors
         of_written, of_states, of_last = gradients
-        _, of_read, of_key, of_kept, _ = ctx.needs_input_grad  # of what crosses a slice none does
+        _, of_read, of_key, of_kept, _ = ctx.needs_input_grad  # none if it crosses a slice
         of_new_nHcV, of_behind_nHDV, of_state_HDV = _swept(
             of_written, key_nHcD, read_nHcD, of_states, kept_nH, of_last
         )
@@ -60,8 +60,8 @@ def _swept(
     kept_nH: Tensor,
     state_HDV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``y = a - read X`` of every chunk, the X that each met, and the one behind all, where
-    a chunk makes ``k X + write^T y`` of X. With ``added``, of a backward pass, chunks go from the
+    """Return ``y = a - read X`` of every chunk, the state X before each, and the state after all; a
+    chunk turns X into ``k X + write^T y``. With ``added``, in a backward pass, chunks go from the
     last to the first, signs are exchanged and ``added`` is added to each X.
     """
     y_nHcV = torch.empty_like(a_nHcV, memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
 """Triton kernel of recurrence.py: one program for each head and some columns of its state, which
 stays in registers from the first chunk to the last.
 
-Products are three of TF32, which are as near as float32's own.
+A product is three TF32 products, which together are about as exact as float32.
 
 Shapes:  n chunks  H heads  c tokens of a chunk  D size of a key head  V size of a value head
 """
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _COLUMNS = 16
-"""Columns of a state that one program has."""
+"""Columns of a state that one program computes."""
 _WARPS = 4
 
 
@@ -27,10 +27,10 @@ def sweep(
     states_nHDV: Tensor,
     last_HDV: Tensor,
 ) -> None:
-    """Fill the last three as ``recurrence._swept`` does."""
+    """Fill the last three arguments, as ``recurrence._swept`` does."""
     chunks, heads, tokens, columns = a_nHcV.shape
     size = read_nHcD.shape[-1]
-    # A tensor's last dimension is dense here; others are as they come.
+    # The kernel expects a dense last dimension; it takes strides for the others.
     dense = (a_nHcV, read_nHcD, write_nHcD, added_nHDV, state_HDV)
     dense = [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in dense]
     a_nHcV, read_nHcD, write_nHcD, added_nHDV, state_HDV = dense

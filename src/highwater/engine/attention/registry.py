@@ -56,12 +56,12 @@ def attend_sparsely(
     scaling: float,
     ring: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Causal attention of each document over the keys that the pattern keeps of it, shape BSHD.
+    """Causal attention of each document over the keys that the pattern keeps, shape BSHD.
 
-    The pattern counts from each document's start and depends only on that document's length, so
-    it is the same however ranks share the row. The output at padding is unspecified. Around
-    Ulysses, the ranks of a ring hold what those that trade heads have together. The CPU gathers
-    keys; a GPU runs FlexAttention, once a small proof has passed.
+    The pattern counts from each document's start and depends only on that document's length, so it
+    is the same however ranks share the row. The output at padding is unspecified. With Ulysses in a
+    ring, ring ranks hold the tokens of all ranks that trade heads. The CPU gathers keys; a GPU runs
+    FlexAttention after a small proof has passed.
 
     Raises MachineError if that proof does not pass.
     """
@@ -203,7 +203,7 @@ def _attend(
 ) -> Attend:
     """Return the attention of this rank's heads over its share of each document: BHSD to BSHD.
 
-    With ``asks_keeper`` all that it computes is a function's of ours, which asks ``attended``.
+    With ``asks_keeper`` it is a function of ours that calls ``attended``, never PyTorch's own.
     """
     ring, ulysses = shared.ring, shared.ulysses
     if ulysses is not None:
@@ -227,10 +227,10 @@ def _attend(
 
 
 def _window_of(module: nn.Module, features: dict[str, Any]) -> int | None:
-    """Return the number of tokens that a token of this layer reads; None for its whole document.
+    """Return the number of tokens that a token of this layer reads; None: its whole document.
 
-    Read from what the family passes to attention functions; else, for a family that only puts its
-    window into the mask, from the config's kind of this layer.
+    It is what the family passes to attention functions; for a family that puts its window only into
+    the mask, it follows from the config's kind of this layer.
     """
     if "sliding_window" in features:
         return features["sliding_window"] or None

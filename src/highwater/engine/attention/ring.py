@@ -134,7 +134,7 @@ class Run(NamedTuple):
     pairing: Pairing
 
     def forward(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exps of this step's queries, as ``of`` has them."""
+        """Return output and log-sum-exps of this step's queries, shaped as ``of`` returns them."""
         return self._block(query_BHSD, at_hand).forward()
 
     def backward(
@@ -151,7 +151,7 @@ class Run(NamedTuple):
         return Block(query, key, value, self.pairing.is_causal, self.ring.scaling, self.ring.kernel)
 
     def put(self, tensor_BXSn: Tensor, chunks: slice, part: Tensor) -> None:
-        """Nothing to do: what ``of`` gives are views of the tensor."""
+        """Do nothing: ``of`` returns views of the tensor."""
 
     def of(self, tensor_BXSn: Tensor, tokens: slice) -> Tensor:
         """View the queries or the keys that take part, dXl and the remaining dimensions."""
@@ -167,7 +167,7 @@ class VariedRun(NamedTuple):
     start: int
     lengths: tuple[int, ...]
     pairing: Pairing
-    """Of a document of two tokens: which of the two chunks take part."""
+    """Pairing as for a document of two tokens, so that its slices count chunks."""
 
     def forward(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exps of this step's queries, qHD and qH."""
@@ -199,13 +199,13 @@ class VariedRun(NamedTuple):
         return tuple(length // 2 * count for length in self.lengths)
 
     def of(self, tensor_BXSn: Tensor, chunks: slice) -> Tensor:
-        """Queries or keys that take part, qX and the remaining dimensions: a view of whole
-        documents, a copy of their chunks.
+        """Return queries or keys that take part, qX and the remaining dimensions: a view for whole
+        documents, a copy for one chunk of each.
         """
         return _row_of(tensor_BXSn)[self._tokens(chunks, tensor_BXSn.device)]
 
     def put(self, tensor_BXSn: Tensor, chunks: slice, part: Tensor) -> None:
-        """Write what was changed of these chunks since ``of`` gave it."""
+        """Write ``part``, a copy that ``of`` returned, back to these chunks; views need nothing."""
         tokens = self._tokens(chunks, tensor_BXSn.device)
         if not isinstance(tokens, slice):
             _row_of(tensor_BXSn)[tokens] = part
@@ -234,7 +234,7 @@ def _row_of(tensor_BXSn: Tensor) -> Tensor:
 
 
 def _runs(ring: Ring, step: int, device: torch.device) -> Iterator[Run | VariedRun]:
-    """Yield all documents, in runs, paired with the keys and values that a step has."""
+    """Yield all documents in runs, each paired with the keys and values that the step holds."""
     source, start = (ring.rank - step) % ring.degree, 0
     is_alike = len(set(ring.held_lengths)) == 1
     for length, run in groupby(
@@ -321,7 +321,7 @@ def _pass_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of this rank's own queries, keys and values.
 
-    Each rank adds its part to the gradients of the keys and values at hand and sends them on, one
+    Each rank adds its part to the gradients of the keys and values it holds and sends them on, one
     step behind those keys and values.
     """
     query_BHSD, *keys_and_values = own
@@ -380,7 +380,7 @@ def _send_on(
     own: Sequence[Tensor],
     ring: Ring,
 ) -> Passing:
-    """Add a step's gradients of keys and values to those that arrived, and send the sums on."""
+    """Add a step's gradients of keys and values to those received, and send the sums on."""
     if homewards is None:  # the first step has gradients of all of this rank's own keys
         wide = torch.promote_types(own[0].dtype, torch.float32)
         travelling = [torch.empty_like(tensor, dtype=wide) for tensor in own]

@@ -1,10 +1,10 @@
 """Wide blocks: attention with heads wider than fused kernels take, on a GPU. Flash attention and
 cuDNN end at 256 numbers, and memory-efficient attention has been wrong past 65,536 tokens.
 
-Some rows of queries at a time, forward and backward. Products are of the heads' own dtype, summed
-in float32 or wider; scores, their softmax and the gradients of keys and values are in that, too;
-weights are rounded before they multiply values, as flash attention has it. The scores held at once
-are bounded for any length, so memory is linear in it.
+Some rows of queries are computed at a time, forward and backward. Products have the heads' own
+dtype and are summed in float32 or wider, the dtype of scores, softmax and gradients of keys and
+values; weights are rounded before they multiply values, as in flash attention. The scores held at
+once are bounded for any length, so that memory is linear in it.
 
 Shapes:  B documents  K key/value heads  G query heads of each  H = K G  S tokens of a document
          r rows at hand  R = G r  l keys that they read  D head size
@@ -67,7 +67,7 @@ class WideBlock(PlainBlock):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the heads, and of what products multiply."""
+        """Dtype of the heads, and of the factors of products."""
         return self.query_BHSD.dtype
 
     def _rows(self) -> Iterator[RowsAtHand]:
@@ -95,13 +95,13 @@ class WideBlock(PlainBlock):
         return self._by_groups(tensor_BHSD, rows).flatten(2, 3)
 
     def _by_rows(self, tensor_BKRx: Tensor) -> Tensor:
-        """View what is joined by query heads: BKGrx."""
+        """Undo ``_joined``: view rows of a key head by its query heads, BKGrx."""
         heads = self.query_BHSD.shape[1] // self.key_BKSD.shape[1]
         return tensor_BKRx.unflatten(2, (heads, -1))
 
 
 def _product(one_BKmn: Tensor, other_BKno: Tensor) -> Tensor:
-    """Return the product of matrices of one dtype, summed and given in float32 or wider: BKmo."""
+    """Return the product of matrices of one dtype, in float32 or wider: BKmo."""
     wide = torch.promote_types(one_BKmn.dtype, torch.float32)
     if not one_BKmn.is_cuda or one_BKmn.dtype == wide:
         return one_BKmn.to(wide) @ other_BKno.to(wide)

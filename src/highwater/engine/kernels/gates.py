@@ -22,7 +22,7 @@ BLOCK_BYTES = MIB
 
 
 def triton_twin(module: str) -> Any:
-    """The module of Triton kernels beside ``module``; RuntimeError where there is no Triton."""
+    """Import the Triton kernels beside ``module``; RuntimeError without Triton."""
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
     return importlib.import_module(f"{module}_triton")
@@ -51,7 +51,7 @@ def backward_(gate_TF: Tensor, up_TF: Tensor, gradient_TF: Tensor) -> None:
         return
     wide = torch.promote_types(gate_TF.dtype, torch.float32)
     for gate, up, gradient in _blocks(gate_TF, up_TF, gradient_TF):
-        # If the dtype is wide already these are not copies: write nothing before all is computed.
+        # Wide inputs are not copied here, so nothing is written before all is computed.
         x, y, g = gate.to(wide), up.to(wide), gradient.to(wide)
         s = x.sigmoid()
         silu = x * s

@@ -12,7 +12,7 @@ _WARPS = 8
 
 
 def product_(gate_TF: Tensor, up_TF: Tensor) -> None:
-    """Overwrite ``gate_TF`` as ``gates.product_`` does."""
+    """Overwrite ``gate_TF``, as ``gates.product_`` does."""
     assert all(t.is_contiguous() for t in (gate_TF, up_TF)), "products of a tile are whole"
     count = gate_TF.numel()
     if count:
@@ -22,7 +22,7 @@ def product_(gate_TF: Tensor, up_TF: Tensor) -> None:
 
 
 def backward_(gate_TF: Tensor, up_TF: Tensor, gradient_TF: Tensor) -> None:
-    """Overwrite all three as ``gates.backward_`` does."""
+    """Overwrite all three arguments, as ``gates.backward_`` does."""
     assert all(t.is_contiguous() for t in (gate_TF, up_TF, gradient_TF)), (
         "products of a tile are whole"
     )

@@ -1,5 +1,5 @@
-"""Norm: a row divided by its root mean square and weighted, for weights in a wider dtype than the
-rows too, as of families that add 1 to them.
+"""Norm: rows divided by their root mean square and weighted, also by weights in a wider dtype than
+the rows, as in families that add 1 to them.
 
 A GPU runs two Triton kernels that read and write every element once; otherwise PyTorch runs in
 blocks of rows. Both compute in float32 (float64 for float64), round once and keep one number a row.
@@ -22,8 +22,8 @@ _triton = partial(triton_twin, __name__)
 
 
 class RowNorm(torch.autograd.Function):
-    """Autograd function of both passes: of ``x``, the weight and epsilon. Kept for the backward
-    pass are the input and one number a row; the output is not.
+    """Autograd function of ``normed`` and ``backward``, for ``x``, weight and epsilon. It keeps the
+    input and one number a row for the backward pass, not the output.
     """
 
     @staticmethod
@@ -69,13 +69,13 @@ def backward(
     for rows_gradient, rows, target, scale in _blocks(*sides, scales_N1):
         unit, wide = rows * scale, rows_gradient.to(scale.dtype)
         weight_gradient_E += (wide * unit).sum(dim=0)
-        # The output ignores a row's length, so the gradient has no part along the row.
+        # The output does not depend on a row's length: the gradient has no part along the row.
         wide = wide * weight_E
         target.copy_((wide - unit * (wide * unit).mean(-1, keepdim=True)).mul_(scale))
     return x_gradient, weight_gradient_E.to(weight_E.dtype)
 
 
 def _blocks(*tensors: Tensor) -> Any:
-    """Split tensors by rows, into blocks of ``BLOCK_BYTES`` of the first one in float32."""
+    """Split tensors by rows into blocks; a block of the first has ``BLOCK_BYTES`` in float32."""
     rows = max(1, BLOCK_BYTES // (4 * tensors[0].shape[-1]))
     return zip(*(each.split(rows) for each in tensors), strict=True)

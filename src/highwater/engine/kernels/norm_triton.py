@@ -1,4 +1,4 @@
-"""Triton kernels of norm.py: a program has some whole rows at a time, which it reads once.
+"""Triton kernels of norm.py: a program computes some whole rows at a time, which it reads once.
 
 Shapes:  N rows  E size of a row  P programs of the backward pass
 """
@@ -9,12 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 _NUMBERS = 2048
-"""Numbers of a program at a time, or one row."""
+"""Numbers that a program computes at a time; at least one row."""
 _WARPS = 8
 
 
 def normed(x_NE: Tensor, weight_E: Tensor, eps: float, out_NE: Tensor, scales_N1: Tensor) -> None:
-    """Fill the last two as ``norm.normed`` does."""
+    """Fill the last two arguments, as ``norm.normed`` does."""
     count, size = x_NE.shape
     rows, numbers = _tile(size)
     if count:
@@ -36,7 +36,7 @@ def backward(
     x_gradient_NE: Tensor,
     sums_PE: Tensor,
 ) -> None:
-    """Fill the last two: the gradient of ``x``, and parts of the weight's, yet to be summed."""
+    """Fill the last two arguments: the gradient of ``x``, and partial sums of the weight's."""
     count, size = x_NE.shape
     rows, numbers = _tile(size)
     gradient_NE, x_NE = _dense(gradient_NE), _dense(x_NE)
@@ -52,13 +52,13 @@ def backward(
 
 
 def _tile(size: int) -> tuple[int, int]:
-    """Rows of a program at a time, and the numbers of one, a power of two."""
+    """Number of rows that a program computes at a time, and of a row's numbers, a power of two."""
     numbers = triton.next_power_of_2(size)
     return max(1, _NUMBERS // numbers), numbers
 
 
 def _dense(rows_NE: Tensor) -> Tensor:
-    """Rows whose numbers lie side by side; rows need not."""
+    """Make each row's numbers contiguous; the rows themselves need not be."""
     return rows_NE if rows_NE.stride(-1) == 1 else rows_NE.contiguous()
 
 
@@ -111,7 +111,7 @@ def _norm_backward_kernel(
         g = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         total += g * unit
         g = g * w
-        # The output ignores a row's length, so the gradient has no part along the row.
+        # The output does not depend on a row's length: the gradient has no part along the row.
         along = tl.sum(g * unit, axis=1)[:, None] / size
         target = x_gradients + rows[:, None] * size + numbers[None, :]
         tl.store(target, ((g - unit * along) * scale).to(x_gradients.dtype.element_ty), mask=inside)

@@ -98,7 +98,7 @@ def _backward_in_blocks(
             unit = x_THD[part] * scale
             weight_gradient_D += (turned_back * unit).sum((0, 1))
             turned_back = turned_back * weight_D
-            # The norm's output ignores a head's length: drop the gradient's part along the head.
+            # The output does not depend on a head's length: drop the gradient's part along it.
             turned_back = (turned_back - unit * (turned_back * unit).mean(-1, keepdim=True)) * scale
         x_gradient_THD[part] = turned_back
     if weight_D is None or weight_gradient_D is None:

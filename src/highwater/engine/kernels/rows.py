@@ -98,7 +98,7 @@ def backward_(
 
 
 def transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
-    """Return logits of any shape as the softmax sees them; the same tensor if nothing changes."""
+    """Return logits of any shape as the softmax sees them; the same tensor if none changes."""
     if transform.scale != 1:
         logits = logits * transform.scale
     if transform.soft_cap is None:

@@ -68,7 +68,7 @@ def backward_(
 
 @triton.jit
 def _tanh(x):
-    # Near 0 by its series: there 1 - exp(-2x) would lose most of its digits.
+    # A series near 0, where 1 - exp(-2x) would lose most of its digits.
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     square = x * x
@@ -78,7 +78,7 @@ def _tanh(x):
 
 @triton.jit
 def _tanh_slope(x):
-    # 1 - tanh(x)^2 without the difference, which loses all digits of a logit far beyond the cap.
+    # 1 - tanh(x)^2 without that difference, which has no digits left far beyond the cap.
     e = tl.exp(-2.0 * tl.abs(x))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
 
@@ -155,7 +155,7 @@ def _row_backward_kernel(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # 64 bits again, and no sum over the row: the forward pass left its normalizer and entropy.
+    # Offsets of 64 bits again, and no sum over the row: the forward pass left its results.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary

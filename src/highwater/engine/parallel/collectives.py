@@ -30,7 +30,7 @@ def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def routed(tensor_TX: Tensor, there: Route, back: Route, group: dist.ProcessGroup) -> Tensor:
-    """Send the tokens of all ranks that share a row on a route, TX; their gradients come back."""
+    """Send the tokens, TX, of all ranks that share a row along a route; gradients return."""
     ways = (partial(_moved, route=route) for route in (there, back))
     return _Collective.apply(tensor_TX, group, *ways)
 
@@ -56,8 +56,8 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def pass_on(
     tensors: Sequence[Tensor], group: dist.ProcessGroup
 ) -> tuple[list[Tensor], list[dist.Work]]:
-    """Start sending contiguous tensors to the next rank of a ring; returns the buffers that receive
-    the previous rank's, of the same shapes, and the transfers to wait for.
+    """Start sending contiguous tensors to the next rank of a ring. Returns the buffers that receive
+    the previous rank's tensors, of the same shapes, and the transfers to wait for.
     """
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     after, before = (dist.get_global_rank(group, (rank + step) % degree) for step in (1, -1))
@@ -70,8 +70,8 @@ def pass_on(
 def swap(
     sent: Tensor | None, received: Tensor | None, *, to: int, source: int, group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Start sending a contiguous tensor to one rank of a group and receiving another's; None:
-    nothing. Returns the transfers to wait for.
+    """Start sending a contiguous tensor to one rank of a group and receiving one from another;
+    None: nothing is sent or received. Returns the transfers to wait for.
     """
     transfers: list[dist.P2POp] = []
     if sent is not None:

@@ -1,4 +1,4 @@
-"""FSDP1 over a model on meta: layer by layer filled, flattened and cut over the ranks.
+"""FSDP1 over a model on meta, layer by layer: fill a unit, flatten it, and cut it over the ranks.
 
 While the model is built, a rank's device holds the shards of the units so far and one whole unit,
 briefly twice, and never the model. In a step it holds what FSDP2 does: float32 shards, one narrow
@@ -9,8 +9,8 @@ update runs there. Gradients leave the GPU later than FSDP2's: each unit's reduc
 to the host at once but freed only when the backward pass ends, so that 4 of the 16 bytes a
 parameter are on the GPUs then. FSDP1 also overwrites the host's copy in every backward pass, so
 that micro-batches would not add up: ``add_up`` adds them, into 4 more bytes of host memory a
-parameter. verl's ``param_offload`` and ``optimizer_offload`` are different, and gain nothing at
-the peak (docs/decisions/005).
+parameter. verl's ``param_offload`` and ``optimizer_offload`` are different, and gain nothing at the
+peak (docs/decisions/005).
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ PREFIX = "_fsdp_wrapped_module."
 """Prefix that FSDP1's wrapper puts before parameter names."""
 
 Materialise = Callable[[nn.Module], None]
-"""Gives storage and values to a module's tensors that are still on meta."""
+"""Fills a module's tensors that are still on meta with storage and values."""
 
 
 def shard_flat(
@@ -85,7 +85,7 @@ class OffloadedFsdp1(FullyShardedDataParallel):
         self._totals: dict[nn.Parameter, Tensor] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Set the parameters' gradients aside, then run.
+        """Set the parameters' gradients aside, then run the forward pass.
 
         Otherwise FSDP1 would add to them, or to its copy of them, unnoticed.
         """
@@ -119,7 +119,7 @@ def release_gradients(model: nn.Module) -> None:
 
 
 def _sum_to_shard(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> None:
-    """Sum one unit's gradient over the ranks; each rank gets its part."""
+    """Sum one unit's gradient over the ranks; each rank gets its part of the sum."""
     # A deprecated name, because torch 2.11 has no other.
     dist.reduce_scatter_tensor(own, whole, group=group)  # pyright: ignore[reportDeprecated]
 

@@ -47,7 +47,7 @@ def shard(
     master = dtypes.pop() if dtypes else next(model.parameters()).dtype
     narrow = compute_dtype if compute_dtype != master else None
     # Positions stay integers and statistics stay wide: only parameters decide the compute dtype.
-    # A sum over ranks is in float32 or wider; a single rank needs none, and no copy for it.
+    # A sum over ranks is in float32 or wider; a single rank has no sum, and needs no copy for it.
     reduced = torch.promote_types(master, torch.float32) if mesh.size() > 1 else master
     policy = MixedPrecisionPolicy(
         param_dtype=narrow, reduce_dtype=reduced, cast_forward_inputs=False

@@ -20,7 +20,7 @@ from highwater.nouns.environment import STORE_VARIABLE
 from highwater.nouns.layout import Layout
 
 _JOINED = count()
-"""Number of times that this process has joined other ranks before."""
+"""Counts how often this process has joined other ranks so far."""
 
 
 def join(device: torch.device) -> None:
@@ -52,9 +52,9 @@ def _backend(device: torch.device) -> str:
 
 
 def _store(rank: int, ranks: int) -> dist.Store | None:
-    """Return the store through which the ranks find each other; None for torch's own way.
+    """Return the store through which the ranks find each other; None: torch finds it.
 
-    A file needs no port. If none is named, the ranks were started by torchrun for example, and meet
+    A file needs no port. Without a file the ranks were started by torchrun, for example, and meet
     through its server, which listens on every interface. A process that joins again, after it has
     left, needs a new name in the store: ranks would read each other's old messages.
     """
@@ -111,13 +111,13 @@ def sharing(sequence: dist.ProcessGroup | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroups:
-    """Ranks that share this rank's sequences; without groups it has them to itself.
+    """Groups of ranks that share this rank's sequences; all None if it has them to itself.
 
     They are neighbours, numbered ``ring rank * ulysses_degree + ulysses rank``.
     """
 
     every: dist.ProcessGroup | None = None
-    """Group of all ranks that share them; None if no others do."""
+    """Group of all ranks that share the sequences; None if no other rank does."""
     ulysses: dist.ProcessGroup | None = None
     """Group that trades heads; None if the degree is 1."""
     ring: dist.ProcessGroup | None = None
@@ -144,8 +144,7 @@ ALONE = SequenceGroups()
 def sequence_groups(layout: Layout, mesh: DeviceMesh) -> SequenceGroups:
     """Return the groups of ranks that share this rank's sequences.
 
-    A group of all ranks is the mesh's own: a second one would take NCCL's buffers once
-    more.
+    A group of all ranks is the mesh's own: a second one would take NCCL's buffers once more.
     """
     degree, ulysses = layout.context_degree, layout.ulysses_degree
     if degree == 1:
@@ -162,7 +161,7 @@ def sequence_groups(layout: Layout, mesh: DeviceMesh) -> SequenceGroups:
 
 
 def _own_group(every: Sequence[Sequence[int]], mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the one of these groups that this rank is in; together they have all ranks."""
+    """Return this rank's one of these groups, which together have all ranks."""
     if len(every) == 1:
         return all_ranks(mesh)
     # Every rank makes every group, in the same order: making one is a collective of all ranks.

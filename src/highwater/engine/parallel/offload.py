@@ -1,4 +1,4 @@
-"""Offload: add up gradients that FSDP2 offloads, on the host, while the GPU goes on.
+"""Offload: add up gradients that FSDP2 offloads, on the host, while the GPU goes on computing.
 
 FSDP2 copies a layer's reduced gradient into pinned memory, beside the computation, only if the
 parameter has no gradient yet; else it waits for the copy, into newly allocated memory, and the GPU
@@ -90,7 +90,7 @@ class HostGradients:
         self._is_running = False
 
     def _listen(self, following: int, _module: nn.Module, _inputs: object, output: object) -> None:
-        """Hook the gradient of this layer's output: by then the next layer's is reduced."""
+        """Hook the gradient of this layer's output: when it comes, the next layer's is reduced."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._after, following))
@@ -112,7 +112,7 @@ class HostGradients:
 
     @torch.no_grad()
     def _add(self, *, until: int) -> None:
-        """Add the oldest units to their sums, until ``until`` are left with running copies."""
+        """Add gradients to their sums, the oldest unit first, until ``until`` units are pending."""
         while len(self._pending) > until:
             for shard, gradient, copied in self._pending.popleft():
                 if copied is not None:

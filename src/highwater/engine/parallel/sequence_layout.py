@@ -59,16 +59,16 @@ class Share:
 
 
 class Route(NamedTuple):
-    """How a rank's tokens go to the ranks that have them next, and others' come to it."""
+    """How a rank's tokens go to the ranks that need them next, and how it receives others."""
 
     leaving_T: Tensor
-    """Places of its tokens, in the order in which they are sent."""
+    """Indices of the rank's tokens, in the order in which they are sent."""
     sent: list[int]
     """Number of tokens that go to each rank."""
     received: list[int]
     """Number of tokens that come from each rank."""
     arriving_T: Tensor
-    """Places of the received tokens, in the order in which it has them."""
+    """Indices of the received tokens, in the order in which the rank then holds them."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class SequenceLayout:
         )
 
     def routes_of(self, rank: int, device: torch.device) -> tuple[Route, Route]:
-        """Return the route to the slices of the padded row in its order, one a rank in the order of
-        the ranks, and the route back; cached, because every layer that needs them asks again.
+        """Return the route to slices of the padded row in row order, one for each rank in rank
+        order, and the route back; cached, because every layer that needs them asks again.
         """
         return _kept_routes(self, rank, device)
 
@@ -182,7 +182,7 @@ class SequenceLayout:
 def _kept_routes(layout: SequenceLayout, rank: int, device: torch.device) -> tuple[Route, Route]:
     each, order_P = layout.tokens_per_rank, layout.order()
     held_T = order_P[rank * each : (rank + 1) * each]
-    coming_T = np.flatnonzero(order_P // each == rank)  # by the rank that holds them
+    coming_T = np.flatnonzero(order_P // each == rank)  # in the order of the ranks that hold them
     leaving_T, arriving_T = held_T // each, order_P[coming_T]
     sent, received = (
         np.bincount(ranks_T, minlength=layout.degree).tolist()

@@ -1,8 +1,8 @@
-"""Allocation recorder: the birth, resizing and end of every storage on the device that a step's
-operators return, as events in order.
+"""Allocation recorder: record as events, in order, when each storage that a step's operators return
+on the device is allocated, resized and freed.
 
-An allocation that another stream than its own used is first given back, and is free only when the
-GPU is done there; hosts wait for that now and then.
+An allocation that a stream other than its own used is first given back, and is free only when the
+GPU is done on that stream; hosts wait for that now and then.
 
 Kernel workspaces, which a kernel allocates for itself and frees before it returns, are added by
 rules here: no fake tensor shows them.
@@ -78,7 +78,7 @@ def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
 
 
 def in_column_sums(args: Sequence[Any], *, resident_threads: int) -> list[int]:
-    """Workspace bytes of a sum over all dimensions but the last: nouns/events.py."""
+    """Workspace bytes of a sum over all dimensions but the last, by nouns/events.py."""
     inputs = args[0]
     if inputs.ndim < 2 or not inputs.numel() or inputs.stride(-1) != 1:
         return []
@@ -106,7 +106,7 @@ class _GivenBack:
 
     number: int
     launches: int
-    """Number of kernels launched before the allocation was given back."""
+    """Number of kernels that were launched before."""
     stream_id: int
     """Stream that still uses it."""
     moment: int
@@ -117,10 +117,10 @@ class _GivenBack:
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """Records every storage on the device that an operator returns: its birth, resizing and end."""
+    """Records each storage on the device that an operator returns: allocation, resizing, end."""
 
     def __init__(self, sums: InplaceAccumulation | None = None) -> None:
-        """Start without events; without ``sums`` gradients are added up in copies."""
+        """Start without events. ``sums`` decides which gradients are added in place; None: none."""
         super().__init__()
         self.events: list[TraceEvent] = []
         self.operators: dict[str, int] = {}
@@ -134,17 +134,17 @@ class AllocationRecorder(TorchDispatchMode):
         its bytes, and its stream."""
         self._within = [0]
         self._addends: dict[int, list[int]] = {}
-        """Allocations that were added up, by the allocation of their sum."""
+        """Ids of the allocations that were added up, by the id of their sum's allocation."""
         self._lent: dict[int, tuple[int, bool]] = {}
-        """Storages that a stream other than their own uses: that stream, and True if FSDP1 said so,
-        which waits for what it lends."""
+        """Storages that a stream other than their own uses: that stream, and True if FSDP1 declared
+        it; FSDP1 waits for what it lends."""
         self._awaited: deque[_GivenBack] = deque()
         """Allocations that were given back and are not free yet, the oldest first."""
         self._launches = 0
         self.most_awaited: int | None = None
         self.hidden = WORKSPACES
         self._loops: dict[Hashable, tuple[list[TraceEvent], int]] = {}
-        """Events of the rounds of a loop that stand for all, and the kernels of one."""
+        """By key: events of the rounds that stand for a loop, and the kernels of one round."""
         self._sums = sums or InplaceAccumulation()
 
     @classmethod
@@ -208,7 +208,7 @@ class AllocationRecorder(TorchDispatchMode):
         return made.operator == self.operators.get(str(aten.add.Tensor))
 
     def _lend_freed(self, number: int, stream: fake_cuda.Stream) -> None:
-        """Turn an allocation's earlier end into a lend: the stream still uses it."""
+        """Turn an allocation's earlier end into a lend, as the stream still uses it."""
         for index in range(len(self.events) - 1, -1, -1):
             event = self.events[index]
             if event == Free(number):
@@ -219,7 +219,7 @@ class AllocationRecorder(TorchDispatchMode):
                 return
 
     def _made(self, number: int) -> tuple[int, Allocate]:
-        """Find an allocation's index among the events, and its event, from the newest back."""
+        """Find an allocation's index among the events, and its event; the newest is first."""
         return next(
             (index, event)
             for index, event in zip(
@@ -256,7 +256,7 @@ class AllocationRecorder(TorchDispatchMode):
         if any(
             is_traceable_wrapper_subclass_type(kind) for kind in types if kind is not FakeTensor
         ):
-            return NotImplemented  # a DTensor: its local operators come here by themselves
+            return NotImplemented  # a DTensor's local operators come here by themselves
         if func is aten._local_scalar_dense.default:
             is_on_device = _device_of(args[0]).type == "cuda"
             if is_on_device:
@@ -264,7 +264,7 @@ class AllocationRecorder(TorchDispatchMode):
             # a number on the device, or a fake without a value, like an optimizer's step
             if is_on_device or (isinstance(args[0], FakeTensor) and args[0].constant is None):
                 return True if args[0].dtype is torch.bool else 1  # no memory depends on it
-        if func in _QUADRATIC and args[0].ndim > 2:  # a router's is tokens x experts
+        if func in _QUADRATIC and args[0].ndim > 2:  # a router's scores are tokens x experts
             raise RuntimeError(
                 f"{func} would hold tokens x tokens numbers: a fused attention runs on the GPUs "
                 f"that are meant"
@@ -351,9 +351,10 @@ class AllocationRecorder(TorchDispatchMode):
         )
 
     def some_for_all(self, key: Hashable, some: Sequence[Round], *, rounds: int) -> Iterator[Round]:
-        """Yield some of a loop's ``rounds``, which free what they allocate, to stand for the rest.
-        If a loop of the same key went before, yield none: what that allocated and freed is recorded
-        again, and nothing is computed.
+        """Yield some of a loop's ``rounds``, which free what they allocate, to stand for all.
+
+        If a loop with the same key ran before, yield none: its events are recorded again, and
+        nothing is computed.
         """
         start, launches = len(self.events), self._launches
         if key not in self._loops:
@@ -365,7 +366,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._await(self._launches - _LAUNCHES_AHEAD)
 
     def _record_again(self, events: Sequence[TraceEvent]) -> None:
-        """Record allocations among ``events`` with numbers of their own, and their ends."""
+        """Record the allocations among ``events`` again, with new ids, and their ends."""
         numbers = dict[int, int]()
         for event in events:
             if isinstance(event, Allocate):
@@ -375,8 +376,8 @@ class AllocationRecorder(TorchDispatchMode):
         self.events.extend(map(Free, numbers.values()))
 
     def wait_for(self, stream: fake_cuda.Stream) -> None:
-        """Record that the host waits until a stream is done. Allocations used by other streams that
-        this wait does not cover are taken as free at the host's next wait.
+        """Record that the host waits until a stream is done, and free the memory that other streams
+        used as far as this wait covers it; the rest is freed at the host's next wait.
         """
         awaited, self._awaited = self._awaited, deque()
         for each in awaited:
@@ -396,7 +397,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.events.append(ReleaseCached())
 
     def _await(self, launches: int) -> None:
-        """Free what was given back within the first ``launches`` kernels: the GPU is past those."""
+        """Free allocations given back up to kernel ``launches``, which the GPU has passed."""
         while self._awaited and self._awaited[0].launches <= launches:
             self.events.append(Free(self._awaited.popleft().number))
 
@@ -412,7 +413,7 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 def _key(storage: torch.UntypedStorage) -> int:
-    """Return the storage's address in C++; Python may make several objects of one storage."""
+    """Return the storage's address in C++; Python may have several objects for one storage."""
     return storage._cdata  # pyright: ignore[reportPrivateUsage] -- nothing public tells
 
 
@@ -432,8 +433,8 @@ def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
 
 
 _FIRST_PHASE = "experience"
-"""First phase of a step; before it the host reads the last loss, and waits for the GPU."""
+"""First phase of a step. Before it the host reads the last loss, and so waits for the GPU."""
 _LAUNCHES_AHEAD = 1024
-"""Kernels that the host may have launched before the GPU ran them: CUDA's queue. With it FSDP1's
+"""Kernels that the host can launch before the GPU runs them: CUDA's queue. With this limit FSDP1's
 trials on an H200 reserve at most 0.5 % more than their traces, else 7.6 % (docs/results/lab)."""
 _QUADRATIC = (aten._softmax.default, aten._safe_softmax.default)

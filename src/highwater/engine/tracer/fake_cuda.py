@@ -1,12 +1,12 @@
-"""Fake CUDA: what a PyTorch without a GPU lacks to run a step on fake CUDA tensors: a device guard,
-an accelerator and streams. Also a faster cache key, by which fake tensors cost a third less.
+"""Fake CUDA: the parts that a PyTorch without a GPU lacks to run a step on fake CUDA tensors: a
+device guard, an accelerator and streams. Also a faster cache key, by which fake tensors cost a
+third less.
 
 Only for the tracer's own process: nothing here is undone. On a CPU build a guard and the
 accelerator's hooks are put into PyTorch's C++ registries from outside; a CUDA build without a GPU
 has both, and one of the hooks, which knows no device, is made to say that none was used. Both rely
 on a binary interface that nobody guarantees: tried with torch 2.13 (CPU build) and 2.11 (CUDA 13.0)
-on Linux. If it does not hold, ``install`` raises or the process dies; nothing wrong is
-traced.
+on Linux. If it does not hold, ``install`` raises or the process dies; nothing wrong is traced.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ heard_record_stream: list[Callable[[torch.Tensor, "Stream"], object]] = []
 heard_wait: list[Callable[["Stream"], object]] = []
 """Listeners called when the host waits until a stream is done."""
 heard_gradient: list[Callable[[torch.Tensor, "Stream"], object]] = []
-"""Called with a gradient of a part of FSDP1's vectors, and the stream autograd goes on with."""
+"""Listeners called with the gradient of a part of FSDP1's vectors, and autograd's next stream."""
 _kept: list[Any] = []
 """Objects that C++ points to and that must not be garbage-collected."""
 
@@ -60,7 +60,7 @@ def install() -> None:
 
 
 class Stream:
-    """A stream on which nothing runs; it tracks how far others are done before its next work."""
+    """A stream on which nothing runs; it knows which work of others precedes its next work."""
 
     current: ClassVar["Stream"]
     _count = 0
@@ -72,7 +72,7 @@ class Stream:
         self.device = torch.device("cuda", 0)
         self.device_index = 0
         self.before: dict[int, int] = {}
-        """For each other stream, by number: when its work before what is launched here is done."""
+        """By id of other streams: the moment up to which their work precedes later work here."""
 
     @staticmethod
     def moment() -> int:
@@ -120,7 +120,7 @@ class Stream:
 
 
 class Event:
-    """Work that had been launched on a stream. It counts as done: the host never waits for it."""
+    """Work launched on a stream so far. It counts as done: the host never waits for it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.before: dict[int, int] = {}
@@ -155,7 +155,7 @@ def _on(stream: Stream | None) -> Generator[None]:
 
 
 def _put_streams() -> None:
-    """Replace functions of ``torch.cuda`` by answers for an empty Hopper card."""
+    """Replace functions of ``torch.cuda`` by those of an empty Hopper card."""
     cuda: Any = torch.cuda
     Stream.current = Stream()
     default = Stream.current
@@ -208,7 +208,7 @@ def _move_with_data() -> None:
 
 def _follow_streams() -> None:
     """Gather FSDP1's gradients, and free its units, on the stream where their parameters were split
-    off, as autograd does with real tensors: fakes' nodes have no stream on a CPU build.
+    off, as autograd does for real tensors: on a CPU build nodes of fakes have no stream.
     """
     handle: Any = FlatParamHandle
     for name in ("_get_unflat_views_aligned", "_get_unflat_views_unaligned"):
@@ -261,8 +261,8 @@ def _backward_as_forward(
 
 
 def _put_kernels() -> None:
-    """Make PyTorch believe that ``silu_backward`` has a CUDA kernel; a CPU build would decompose
-    it, into six tensors instead of one. No other operator of our steps needs this.
+    """Make PyTorch believe that ``silu_backward`` has a CUDA kernel: a CPU build would decompose it
+    into six tensors instead of one. No other operator of our steps needs this.
     """
     name = "aten::silu_backward"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):  # pyright: ignore[reportPrivateUsage]
@@ -302,7 +302,7 @@ def _put_guard() -> None:
 
 
 def _put_hooks(*, is_built: bool) -> None:
-    """Make PyTorch believe that CUDA is built in, and no device in use, as autograd asks."""
+    """Make PyTorch believe that CUDA is built in, with no device in use; autograd asks both."""
     library = ctypes.CDLL(str(_library("libtorch_cpu.so")))
     get_hooks = library._ZN2at6detail12getCUDAHooksEv
     get_hooks.restype = ctypes.c_void_p
@@ -336,7 +336,7 @@ def _library(name: str) -> Path:
 
 aten: Any = torch.ops.aten
 _WRITE_OVER = (aten.addmm.dtype_out, aten.mm.out)
-"""Operators answered with their ``out`` tensor, whose shape the engine gives right."""
+"""Operators that return their ``out`` tensor, whose shape the engine gives right."""
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = frozenset((int, float, bool, str, type(None), *_OF_TORCH))
 
@@ -361,7 +361,7 @@ class QuickFakeMode(FakeTensorMode):
 
 
 def _is_flattened(arguments: Iterable[Any], values: list[object]) -> bool:
-    """Collect all that an answer may depend on; False if it may depend on something else."""
+    """Append all that the result depends on to ``values``; False if it may depend on more."""
     for argument in arguments:
         kind = type(argument)
         if kind is FakeTensor:

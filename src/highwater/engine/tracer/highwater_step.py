@@ -1,5 +1,5 @@
-"""The traced step of this package's engine, as its worker goes about it; and what any traced step
-has. Another trainer's is a file beside this one, called after it (nouns/trainer.py).
+"""The traced step of this package's engine, as its worker runs it, and the parts that every traced
+step has. Other trainers' steps are in files beside this one, named after them (nouns/trainer.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,27 +22,27 @@ from highwater.nouns.trial import OnPhase, TrialSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedTrainer:
-    """Parts of one trainer's trace."""
+    """Functions that set up and run one trainer's traced step."""
 
     set_up: Callable[[AllocationRecorder, RankContext], None] = lambda *_: None
     """Tells the recorder about the trainer, before anything is allocated."""
     begin: Callable[[TrialSpec, RankContext, Batch, AllocationRecorder], Any]
-    """Builds the models, makes the recorder follow the policy, and does all else before the first
-    step. The batch is a trial's rehearsal."""
+    """Builds the models, makes the recorder follow the policy, and does all else that precedes the
+    first step. The batch is a trial's rehearsal."""
     before_step: Callable[[AllocationRecorder], None] = lambda _: None
-    """Runs before every step."""
+    """Called before every step."""
     after_step: Callable[[Training, Sequence[Batch]], None] = lambda *_: None
-    """Runs after every step of these micro-batches."""
+    """Called after every step, with its micro-batches."""
     step: Callable[[Any, Sequence[Batch], OnPhase], object] = lambda training, batches, enter: (
         train_step(training, batches, enter=enter)
     )
-    """One step of what ``begin`` returned: our own, unless the trainer has another."""
+    """Runs one step of what ``begin`` returned; default: our engine's step."""
     needs_peft: bool = False
-    """Whether peft is imported whatever is trained."""
+    """True if peft is imported whatever is trained."""
 
 
 _LENT_BY_FSDP1 = 4
-"""Allocations that FSDP1 may have lent and not waited for, at most. With several ranks it gathers
+"""Most allocations that FSDP1 may have lent without waiting for them. With several ranks it gathers
 at most two units ahead: their gathered parameters, and the shards that these came from. Not
 compared with any trial yet."""
 
@@ -58,7 +58,7 @@ def _begin(
 ) -> Training:
     """Prove the kernel, build the models, rehearse one short step and empty the cache."""
     shape = load_model(spec.model_directory).shape
-    # as a rank does before it builds a model: the allocator goes on with the blocks this leaves
+    # as a rank does before it builds a model: its freed blocks stay in the allocator
     prove(
         *(context.kernel, context.device, compute_dtype(context.device)),
         query_heads=shape.query_heads,
@@ -74,7 +74,7 @@ def _begin(
 
 
 def _after_step(training: Training, micro_batches: Sequence[Batch]) -> None:
-    """Sum the numbers of a step's statistics over the ranks."""
+    """Sum a step's statistics over the ranks, by a tensor of their size."""
     documents = sum(len(batch.rewards) for batch in micro_batches)
     width = Statistics(training.mesh, training.sequence).width(documents)
     summed(torch.zeros(width, dtype=torch.float64), training.mesh)

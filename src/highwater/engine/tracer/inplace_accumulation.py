@@ -1,12 +1,12 @@
-"""In-place accumulation: add gradients up as autograd does on plain tensors, in place if nobody
-else holds the first gradient; under a dispatch mode autograd itself always makes a copy.
+"""In-place accumulation: add gradients up as autograd does on plain tensors, in place if the first
+gradient has no other holder; under a dispatch mode autograd itself always makes a copy.
 
 If two gradients of one value meet, autograd's engine writes their sum over the first one, provided
 that it is dense, is the only tensor of its storage, is held by nobody else, and the sum itself is
-not differentiated. It stops doing so while a dispatch mode is on, which could notice. So the mode
-that traces decides itself, by the reference counts that the engine would have read. They are higher
-here, by the mode's own references; by how much is learned from sums whose answer is
-known. Source: ``accumulate`` in torch/csrc/autograd/input_buffer.cpp, ``is_tensor_stealable`` in
+not differentiated. It does not while a dispatch mode is on, which could notice. So the tracing mode
+decides itself, by the reference counts that the engine would have read. They are higher here, by
+the mode's own references; by how much is learned from sums whose answer is known. Source:
+``accumulate`` in torch/csrc/autograd/input_buffer.cpp, ``is_tensor_stealable`` in
 torch/csrc/autograd/variable.h.
 """
 
@@ -45,7 +45,7 @@ class _Counts(NamedTuple):
 
 
 class InplaceAccumulation:
-    """Chooses, in a dispatch mode, what plain tensors run; until it learns, sums are copies."""
+    """Chooses operators of plain tensors in a dispatch mode; until it learns, sums are copies."""
 
     def __init__(self) -> None:
         self._alone: _Counts | None = None
@@ -62,7 +62,7 @@ class InplaceAccumulation:
 
     def learn(self, mode: TorchDispatchMode) -> None:
         """Learn the reference counts from probe sums of fake CUDA tensors, under a mode like the
-        one that will ask. Raises RuntimeError if the counts do not tell the probes apart.
+        one that will trace. Raises RuntimeError if the counts do not tell the probes apart.
         """
         told: list[_Counts] = []
         with QuickFakeMode(), mode:
@@ -96,7 +96,7 @@ class InplaceAccumulation:
 
 
 def _counts(args: Sequence[Any]) -> _Counts:
-    """Count references to the first argument, which no local variable may hold meanwhile."""
+    """Count references to the first argument; no local variable may hold it meanwhile."""
     storage = args[0].untyped_storage()._cdata
     to_storage: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     return _Counts(args[0]._use_count(), sys.getrefcount(args[0]), to_storage(storage))
@@ -139,7 +139,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Caller(NamedTuple):
-    """Traits of a native function on the stack."""
+    """Properties of a native function on the stack."""
 
     is_torch: bool
     is_sum: bool
@@ -169,7 +169,7 @@ def _is_the_engines() -> bool:
 
 @cache
 def _caller(address: int) -> _Caller:
-    """Return the traits of the native function at an address."""
+    """Return the properties of the native function at an address."""
     symbol = _Symbol()
     find: Callable[..., int] = ctypes.CDLL(None).dladdr
     find(ctypes.c_void_p(address), ctypes.byref(symbol))

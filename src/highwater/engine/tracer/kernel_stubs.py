@@ -60,11 +60,11 @@ def put(kernel: Kernel) -> None:
         return torch.empty(3, len(logits_NV), dtype=torch.float32, device=logits_NV.device).unbind()
 
     def every_ranks(values: Sequence[float], _: torch.dtype, mesh: DeviceMesh) -> list[list[float]]:
-        """Return this rank's own values for every rank, as no other ranks run."""
+        """Return this rank's own values for every rank, since no other ranks run."""
         return [list(values)] * mesh.size()
 
     def in_place(*_: Any, **__: Any) -> None:
-        """Stand for a kernel that only overwrites its inputs."""
+        """Do nothing: stands for a kernel that only overwrites its inputs."""
 
     names: Any = F
     names.rms_norm = rms_norm
@@ -101,8 +101,8 @@ def put(kernel: Kernel) -> None:
 
 
 def put_one_group(recorder: AllocationRecorder) -> None:
-    """Let a full group of tokens of a gated delta rule, and the last one, stand for all of a row,
-    and one layer's for those of all layers: thousands of operators each, which allocate the same.
+    """Let one full group of tokens of a gated delta rule, and the last, stand for a whole row, and
+    one layer's groups for all layers': each has thousands of operators that allocate the same.
     """
     plans: Any = gated_delta.DeltaPlan
     every = plans.groups
@@ -154,8 +154,8 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def put_triton() -> None:
-    """Put a Triton in place that launches nothing: whoever calls kernels of it, as Liger does,
-    allocates what they write outside of them. What such code asks of a GPU is a Hopper's.
+    """Replace Triton by a module that launches nothing: callers of its kernels, like Liger,
+    allocate the kernels' outputs themselves. The GPU that such code sees is a Hopper.
     """
     for name in _TRITON:
         module = sys.modules[name] = _Nothing(name)
@@ -203,7 +203,7 @@ _TRITON = (
 
 
 class _Nothing(ModuleType):
-    """A module whose every name is one that may be asked for names, called and joined."""
+    """A module that has every name; each is again such a module, and can be called and joined."""
 
     def __getattr__(self, name: str) -> "_Nothing":
         if name.startswith("__"):
@@ -248,7 +248,7 @@ class _RmsNormStub(torch.autograd.Function):
 
 class _Strided(torch.autograd.Function):
     """Allocate the gradient of the whole tensor behind a view that was written to, as autograd
-    does. For fake tensors autograd uses the view's own operator instead, which allocates nothing.
+    does. For fake tensors autograd uses the view's own operator, which allocates nothing.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""Tracer: run a trial's own steps on fake CUDA tensors, and write what a rank allocates.
+"""Tracer: run a trial's own steps on fake CUDA tensors, and record what a rank allocates.
 
 ``python -m highwater.engine.tracer.tracer ORDER EVENTS`` runs in a process of its own, on any
 machine: no number is computed, no GPU is used. The engine's own code runs; kernels that a CPU build
 cannot run (fused attention and norm, Triton) are replaced by stubs with the same allocations. Plain
-attention computes only the rows that take the most. Workspaces inside kernels are in
+attention computes only the rows that take the most memory. Workspaces inside kernels are in
 ``allocation_recorder.py``. No size depends on a computed number: experts are one product over all
 of them, with the same number of rows wherever a router sends the tokens.
 """
@@ -64,7 +64,7 @@ STEPS: Mapping[TrainerName, TracedTrainer] = {
 
 
 def main() -> None:
-    """Trace what the first file orders into the second."""
+    """Make the trace that the first file orders, and write it to the second."""
     exit_code = 1
     try:
         order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TraceOrder)
@@ -79,12 +79,12 @@ def main() -> None:
 
 
 def trace(order: TraceOrder) -> EventLog:
-    """Return what a rank of the trial allocates and frees on its device, from the model's first
-    shard to the end of the last step. Of host memory only activations are counted.
+    """Return all allocations and frees of a rank on its device, from the model's first shard to the
+    end of the last step. Of host memory only activations are counted.
     """
     spec, trainer = order.spec, STEPS[order.trainer]
     if spec.settings.lora is not None or trainer.needs_peft:
-        # import peft, and bitsandbytes with it, before there seems to be a GPU to look for
+        # importing peft, and with it bitsandbytes, must not find the GPU that is faked below
         with suppress(ImportError):
             importlib.import_module("peft")
     fake_cuda.install()
@@ -108,13 +108,13 @@ def trace(order: TraceOrder) -> EventLog:
     trainer.set_up(recorder, context)
     fake_cuda.heard_record_stream.append(recorder.lend)
     fake_cuda.heard_gradient.append(recorder.pass_on)
-    # A single rank's other streams only copy, and are done by then, as recorded on H200s.
+    # On a single rank other streams only copy, and are done by then, as recorded on H200s.
     fake_cuda.heard_wait.append(
         recorder.wait_for if context.mesh.size() > 1 else lambda _: recorder.wait()
     )
     _mute_while_shapes_are_asked(recorder)
     kernel_stubs.put_one_group(recorder)
-    gc.disable()  # a collection would free at moments that differ between processes
+    gc.disable()  # a collection would free memory at moments that differ between processes
     with QuickFakeMode(allow_non_fake_inputs=True), recorder:
         training = trainer.begin(spec, context, rehearsal, recorder)
         for step in whole:

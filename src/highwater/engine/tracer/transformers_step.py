@@ -1,12 +1,12 @@
 """Hugging Face's step: what transformers' Trainer composes for one GPU, without the Trainer.
-accelerate, Axolotl, LLaMA-Factory and ms-swift train by the same one.
+accelerate, Axolotl, LLaMA-Factory and ms-swift train by the same step.
 
-The model is transformers' own class with SDPA, its layers checkpointed as its flag does, with the
-flag's ``offload`` or without; the loss is its own, in float32 over logits of all tokens, or
-Liger's, beside Liger's other kernels. Everything trained: parameters in float32 under autocast,
-whose casts of weights live until it is left. LoRA: peft's own layers on a frozen model in bfloat16,
-adapters in float32. accelerate makes a float32 copy of what the model returns. The optimizer is
-PyTorch's fused AdamW; gradients are dropped after each step.
+The model is transformers' own class with SDPA, its layers checkpointed by its flag, with or without
+the flag's ``offload``. The loss is transformers', in float32 over logits of all tokens, or Liger's,
+together with Liger's other kernels. If everything is trained, parameters are in float32 under
+autocast, whose casts of weights live until it is left. With LoRA, peft's layers on a frozen model
+are in bfloat16 and adapters in float32. accelerate makes a float32 copy of the model's output. The
+optimizer is PyTorch's fused AdamW; gradients are dropped after each step.
 
 Sources: modeling_utils.py and loss_utils.py of transformers 5.23, operations.py of accelerate 1.15,
 liger-kernel 0.8.5. docs/results/other_trainers compares with what an H200 reserved.
@@ -41,17 +41,17 @@ _LIGER = "liger_kernel.transformers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceTraining:
-    """A model and its optimizer, and what one micro-batch of it is."""
+    """A model, its optimizer, and the size of its micro-batches."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     sequences: int
     length_tokens: int
     host: None = None
-    """Its pinned memory is the formula's: a trace has the GPU's alone."""
+    """No host memory: the formula counts it, and a trace has only the GPU's."""
 
     def step(self, micro_batches: Sequence[Batch], enter: OnPhase) -> None:
-        """Train one step on as many micro-batches, of token ids that are no matter."""
+        """Train one step on as many micro-batches; their token ids do not matter."""
         trained = [each for each in self.model.parameters() if each.requires_grad]
         for _ in micro_batches:
             enter("forward")
@@ -79,7 +79,7 @@ def begin(
     rehearsal: Batch,  # noqa: ARG001 -- it rehearses nothing
     recorder: AllocationRecorder,
 ) -> HuggingFaceTraining:
-    """Build the model and its optimizer; MachineError without a library that the step has."""
+    """Build the model and its optimizer; MachineError if a library of the step is missing."""
     assert context.mesh.size() == 1, "nobody asks for several GPUs"
     config = read_config(
         spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
@@ -131,8 +131,8 @@ def _on_meta(config: PreTrainedConfig, settings: Settings) -> Any:
 
 
 def _adapt(model: Any, lora: Lora) -> None:
-    """Put adapters beside a frozen model's layers. In NF4 bitsandbytes' have the allocations of
-    ours, and peft's beside them copy no input.
+    """Put adapters beside a frozen model's layers. In NF4 bitsandbytes' layers allocate as ours do,
+    and peft's layers beside them copy no input.
     """
     peft = importlib.import_module("peft")
     model.requires_grad_(requires_grad=False)
@@ -150,7 +150,7 @@ def _adapt(model: Any, lora: Lora) -> None:
 
 
 def _put_liger(model: Any, family: str, settings: Settings) -> None:
-    """Put Liger's kernels, or its loss alone, into a model, as ``use_liger_kernel`` does."""
+    """Put Liger's kernels, or only its loss, into a model, as ``use_liger_kernel`` does."""
     put: Any = None
     with suppress(ImportError):
         put = getattr(importlib.import_module(_LIGER), f"apply_liger_kernel_to_{family}", None)

@@ -1,5 +1,5 @@
-"""Trinity step: the models of Trinity-RFT's trainer (verl's actor on FSDP1), built for what they
-allocate, because the published tables are of that trainer.
+"""Trinity step: the models of Trinity-RFT's trainer (verl's actor on FSDP1), built to allocate as
+they do, because the published tables are of that trainer.
 
 Differences from our own: Hugging Face's layers unchanged; logits of every token, prompts too,
 divided by the temperature in place through a view; log-probabilities and entropies whose gradients
@@ -52,7 +52,7 @@ def begin(
     rehearsal: Batch,  # noqa: ARG001 -- it rehearses nothing
     recorder: AllocationRecorder,
 ) -> Training:
-    """Build the models, and do nothing more."""
+    """Build the models and make the recorder follow the actor."""
     training = assemble(spec, context)
     recorder.follow(training.policy)
     return training
@@ -91,7 +91,7 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
 
 
 class Actor(Decoder):
-    """A causal LM that holds the logits of every token, whether trained on or not."""
+    """A causal LM that computes the logits of every token, whether it is trained or not."""
 
     def forward(
         self,
@@ -103,7 +103,7 @@ class Actor(Decoder):
         # only for `sft`, which Trinity trains in another way
         logprob_gradient: float | None = None,  # noqa: ARG002
     ) -> MicroBatchStatistics:
-        """Log-probabilities of ``labels_N`` and entropies, at their positions; shape N."""
+        """Return log-probabilities of ``labels_N``, and entropies, at their positions; shape N."""
         hidden_TE = self.hidden_states(input_ids_T, position_ids_T, document_lengths)
         logits_TV = self.head(hidden_TE[None]).squeeze(0)
         logits_TV = divided(logits_TV)
@@ -161,8 +161,8 @@ def _wait_for_gpu(*_: object) -> None:
 
 
 def actor_on_meta(config: PreTrainedConfig, *, attention: Attention, dtype: torch.dtype) -> Actor:
-    """Return the actor on meta, with our attention, which allocates like flash attention, and
-    Hugging Face's own layers for all else.
+    """Return the actor on meta: our attention, which allocates like flash attention, and Hugging
+    Face's own layers for all else.
     """
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(

@@ -1,9 +1,9 @@
-"""A process of ``highwater bench attention``: it checks an attention, and measures its cases.
+"""Process of ``highwater bench attention`` that checks an attention and measures its cases.
 
 ``python -m highwater.engine.bench.attention.benchmark SHARE FOLDER`` is one rank of a group. It
-does what the file says (``nouns/attention_bench.BenchShare``), case after case, and adds a line of
-JSON for each to a file of its own (``BenchPart``), until one fails. An attention is measured only
-after its output and gradients equal the textbook formula's in float64; its memory is bounded then.
+works off the share (``nouns/attention_bench.BenchShare``), case after case, and writes each result
+as a line of JSON to its own file (``BenchPart``), until one fails. An attention is measured only
+after its output and gradients equal the textbook formula's in float64; then its memory is bounded.
 """
 
 import os
@@ -43,7 +43,7 @@ Contenders = Mapping[str, AttentionContender]
 
 
 def main(contenders: Contenders = CONTENDERS) -> None:
-    """Do a share's work as one of its ranks, and tell each part of it as it ends."""
+    """Work off a share as one of its ranks, and write each part as soon as it ends."""
     share, folder = from_json(Path(sys.argv[1]).read_bytes(), BenchShare), Path(sys.argv[2])
     rank = int(os.environ["RANK"])
     os.dup2(os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
@@ -52,10 +52,10 @@ def main(contenders: Contenders = CONTENDERS) -> None:
         try:
             for part in _parts(share, rank, contenders):
                 told.write(f"{to_json(part)}\n".encode())
-        except BaseException as error:  # noqa: BLE001 -- the process edge: it is told whole
+        except BaseException as error:  # noqa: BLE001 -- the process edge: all of it is written
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
             told.write(f"{to_json(_failed(error, share.order))}\n".encode())
-            signal.pause()  # if it exited now, other ranks would fail because of that
+            signal.pause()  # an exit now would make other ranks fail
     os._exit(0)  # gloo's threads may still release a tensor
 
 
@@ -127,10 +127,10 @@ def _failed(error: BaseException, order: BenchOrder) -> BenchPart:
 
 
 def _described(order: BenchOrder, device: torch.device, contenders: Contenders) -> BenchPart:
-    """Describe the machine, and what of an order does not run on it."""
+    """Describe the machine, and the parts of an order that do not run on it."""
     found = environment()
     names = ("highwater", "python", "torch", "transformers", "cuda", "cudnn", "nccl")
-    # first, because its code stays in memory
+    # first, because its code stays in memory and counts as outside the allocator
     kernel = fused_kernel(Conditions.of(order, "dense", "single", device, None))
     if device.type == "cuda":
         name, total = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]

@@ -1,7 +1,7 @@
-"""Contenders of the benchmark: how each attention is built, whether it runs here, and by definition
-how many times each token meets each key.
+"""Contenders of the benchmark: how each attention is built, whether it runs here, and how often
+each token meets each key by its definition.
 
-A new one is a line of ``CONTENDERS``, and one of ``nouns/catalog/attentions.json``.
+A new contender is a line of ``CONTENDERS`` and one of ``nouns/catalog/attentions.json``.
 
 Shapes:  B sequences  H query heads  K key/value heads  S tokens  D head size
 """
@@ -36,7 +36,7 @@ from highwater.nouns.hardware import Kernel, kernels
 from highwater.nouns.sparse_pattern import SparsePatternConfig, causal_pairs, dilated_pairs
 
 Compute = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, float]]
-"""Attention of queries BHSD, keys and values BKSD: output BHSD, and computed causal share."""
+"""From queries BHSD, keys and values BKSD: output BHSD, and share of the causal pairs computed."""
 _BACKENDS: dict[FusedKernel, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -1,9 +1,9 @@
-"""Measurement of an attention in its own process: bytes, peaks and time at one length; and before
-that its check, of output and gradients against the textbook formula in float64, on a short sequence
-whose length no block divides. The formula knows an attention only by its counts: how many times
-each token meets each key, 0 for a key that it does not see.
+"""Measure an attention in its own process: bytes, peaks and time at one length. Before that, check
+output and gradients against the textbook formula in float64, on a short sequence whose length no
+block divides. The formula knows an attention only by its counts: how many times each token meets
+each key, 0 for a key that it does not see.
 
-On the CPU every allocation of PyTorch is recorded in one pass, and time is taken in others; on a
+On the CPU every allocation of PyTorch is recorded in one pass, and time is measured in others; on a
 GPU the allocator keeps its peaks itself.
 
 Shapes:  B sequences of this rank, 1 in a check  H query heads  K key/value heads  S tokens
@@ -34,12 +34,12 @@ from highwater.nouns.attention_bench import CHECKED_TOKENS, BenchRow
 from highwater.version import __version__
 
 _MOST_PASSES, _ENOUGH_S = 5, 0.2
-"""Timed passes: at most this many, and no more once they took this many seconds together."""
+"""Timed passes: at most this many, and no further one after this many seconds in all."""
 _MEMORY_EVENT = "[memory]"
 T = TypeVar("T")
 
 
-class PassTooLong(Exception):  # noqa: N818 -- it is an answer
+class PassTooLong(Exception):  # noqa: N818 -- it is a result
     """A pass took longer than its limit."""
 
 
@@ -129,7 +129,7 @@ def _inputs(case: BenchRow, conditions: Conditions, devices: int) -> Sequence[Te
 
 @cache
 def data_segment() -> DataSegment:
-    """Return the one watch of this process's data segment, whose thread counts in it too."""
+    """Return this process's only watch of its data segment: the watch's thread counts in it too."""
     return DataSegment()
 
 
@@ -149,7 +149,7 @@ def _peaks_on_cpu(made: Callable[[], _Pass]) -> tuple[_Pass, _Peaks]:
 
 
 def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
-    """Return a step's result, and the peak and the rest of the bytes that it allocated."""
+    """Return a step's result, the peak of bytes that it allocated, and those still allocated."""
     recorder: Any = profile(profile_memory=True)
     with recorder:
         result = step()
