@@ -63,7 +63,7 @@ def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> C
             SHARDED_BYTES_PER_PARAMETER
             * (shape.parameters if settings.lora is None else trained_parameters(shape, settings))
             - _saved_by_moments(shape, settings)
-            - _saved_by_narrow(1, shape, settings)
+            - _saved_by_bf16(1, shape, settings)
             + 3 * _SAVED_TENSOR_BYTES * _adapter_tensors(shape, settings)
         )
         * settings.trained_models
@@ -110,9 +110,9 @@ def device_state_bytes(
         frozen = element * (policy_parameters(shape, settings) + uneven)
         frozen -= saved_by_base(shape, settings.adapters, element=element)
     trained = per_parameter * (
-        trained_parameters(shape, settings) + _uneven(shape, settings, shards)
+        trained_parameters(shape, settings) + _padding(shape, settings, shards)
     )
-    saved = _saved_by_narrow(2, shape, settings, shards=shards)
+    saved = _saved_by_bf16(2, shape, settings, shards=shards)
     saved += _saved_by_moments(shape, settings, shards=shards) if per_parameter else 0
     return (frozen + trained - saved) * settings.trained_models
 
@@ -131,8 +131,8 @@ def gradient_bytes(shape: ModelShape, settings: Settings, *, shards: int = 1) ->
     """Bytes of the gradients of every trained model, over all ``shards`` devices that share them,
     counting each as if it had as many rows as the first.
     """
-    parameters = trained_parameters(shape, settings) + _uneven(shape, settings, shards)
-    saved = _saved_by_narrow(1, shape, settings, shards=shards)
+    parameters = trained_parameters(shape, settings) + _padding(shape, settings, shards)
+    saved = _saved_by_bf16(1, shape, settings, shards=shards)
     return (GRADIENT_BYTES_PER_PARAMETER * parameters - saved) * settings.trained_models
 
 
@@ -143,9 +143,7 @@ def resting_state_bytes(shape: ModelShape, settings: Settings, layout: Layout) -
     return max(0, states - gradient_bytes(shape, settings, shards=shards)) // shards
 
 
-def _saved_by_narrow(
-    numbers: int, shape: ModelShape, settings: Settings, *, shards: int = 1
-) -> int:
+def _saved_by_bf16(numbers: int, shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
     """Bytes saved by bfloat16 against float32, for ``numbers`` numbers a parameter."""
     if settings.parameters != "bf16":
         return 0
@@ -153,7 +151,7 @@ def _saved_by_narrow(
     return 2 * numbers * (policy_parameters(shape, settings) + uneven)
 
 
-def _uneven(shape: ModelShape, settings: Settings, shards: int) -> int:
+def _padding(shape: ModelShape, settings: Settings, shards: int) -> int:
     """Trained parameters in layers that uneven shards add over all ``shards`` devices."""
     trained = _in_layers(shape) if settings.lora is None else _adapters(shape, settings)
     return _beyond_even(trained, settings, shards)
@@ -172,7 +170,7 @@ def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1)
     """Bytes that a model's moments save against float32, over all GPUs that share them."""
     traits = settings.optimizer_traits
     if not traits.is_quantized:
-        parameters = trained_parameters(shape, settings) + _uneven(shape, settings, shards)
+        parameters = trained_parameters(shape, settings) + _padding(shape, settings, shards)
         return MOMENTS * (4 - traits.moment_bytes) * parameters
     saved = 0
     for number, rows, row_size in _trained_matrices(shape, settings):

@@ -113,7 +113,7 @@ class ModelShape(Record, frozen=True, kw_only=True):
         return any(run.kind.attention.soft_cap is not None for run in self.runs)
 
     @property
-    def reads_everything(self) -> bool:
+    def has_plain_attention(self) -> bool:
         """True if every layer reads all earlier tokens: no window, no sinks, no cap, no state."""
         kinds = (run.kind.attention for run in self.runs)
         return not any(

@@ -100,7 +100,7 @@ def accelerate(
 
 def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) -> str | None:
     """Why neither DeepSpeed nor FSDP2 has a layout in accelerate, in words; None where one has."""
-    if layout.context_degree > 1 and shape is not None and not shape.reads_everything:
+    if layout.context_degree > 1 and shape is not None and not shape.has_plain_attention:
         if layout.ring_degree > 1:
             return (
                 f"{words.name}'s ring needs layers that read every earlier token, and "
@@ -120,7 +120,7 @@ def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
     """Share a sequence round a ring where FSDP2 can, whatever was predicted."""
     if layout.context_degree == 1:
         return "none"
-    return "ring" if shape is None or shape.reads_everything else "heads"
+    return "ring" if shape is None or shape.has_plain_attention else "heads"
 
 
 def padded_to(layout: Layout, sharing: SequenceSharing) -> int:

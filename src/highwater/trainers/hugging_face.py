@@ -133,7 +133,7 @@ def footprint(step: Step) -> Footprint:
         Term("ids", 2 * 8 * step.tokens),
     )
     at_the_loss, in_a_layer, at_the_embedding = held.gathered
-    table = 0 if step.is_frozen else step.table
+    table = 0 if step.is_frozen else step.table_size
     of_table = (_NARROW if settings.parameters == "bf16" else _WIDE) * table
     layer = Term(
         "one layer going backward",
@@ -249,15 +249,15 @@ def _by_fsdp(step: Step) -> _SharedStates:
     if shards == 1:
         is_8_bits = settings.paged and settings.optimizer_traits.is_quantized
         # of an embedding transformers' Trainer has 32 bits
-        wider = 6 * step.table if is_8_bits and not step.is_frozen else 0
+        wider = 6 * step.table_size if is_8_bits and not step.is_frozen else 0
         return _SharedStates(always, ((), (), ()), come, host=paged + wider)
     (run,) = shape.runs
-    table = Term("embedding or head, gathered", _NARROW * step.table)
+    table = Term("embedding or head, gathered", _NARROW * step.table_size)
     layers = (
         Term("layers, gathered", 2 * _NARROW * run.kind.parameters),
         Term("gradient reduction", _WIDE * step.trained_of(run.kind)),
     )
-    whole = 0 if step.is_frozen else step.table
+    whole = 0 if step.is_frozen else step.table_size
     return _SharedStates(
         always, ((table,), layers, (table, Term("gradient reduction", _WIDE * whole))), come
     )
@@ -275,7 +275,7 @@ def _by_zero(step: Step) -> _SharedStates:
     frozen = device_state_bytes(shape, settings, device=step.device)
     own = _NARROW * trained + frozen - STATE_BYTES_PER_PARAMETER * trained
     own //= shards if is_cut else 1
-    is_away, table = settings.deepspeed == "zero3-offload", 0 if step.is_frozen else step.table
+    is_away, table = settings.deepspeed == "zero3-offload", 0 if step.is_frozen else step.table_size
     widest = max(each.rows * each.row_size for each in kind.matrices)
     bucket = settings.deepspeed_bucket or shape.hidden_size**2
     gradients = 0 if is_on_host else _NARROW * part
@@ -290,7 +290,7 @@ def _by_zero(step: Step) -> _SharedStates:
     # while a gradient's piece is on its way to the host: itself and its norm, in float64
     piece = (_NARROW * table + 8 * min(table, _ZERO_NORM * shards)) / shards if is_on_host else 0
     copied = _NARROW * table if is_cut else 0
-    reduced = 1 + (copied + piece) / (_NARROW * step.table)
+    reduced = 1 + (copied + piece) / (_NARROW * step.table_size)
     held = shape.tied_embeddings * _NARROW * table
     # flat and in float32; ZeRO-2 has this micro-batch's besides, or has added it
     update = _WIDE * part + gradients * (1 if settings.accumulates else 2)
@@ -327,17 +327,17 @@ def _gathered(
     shape, kind = step.shape, step.shape.runs[0].kind
     everything = shape.parameters + step.is_frozen * trained_parameters(shape, step.settings)
     # a fused loss reads the head past its module, and it stays until the next step
-    head = 0 if step.settings.holds_logits else step.table
+    head = 0 if step.settings.holds_logits else step.table_size
     is_one = shape.tied_embeddings and head > 0
     # the last matrix that is fetched ahead goes beyond it
     ready = min(everything, max(_ZERO_LIVE + widest, head + kind.parameters))
-    again = 0 if is_one or head >= _ZERO_LIVE else min(step.table, everything - ready)
+    again = 0 if is_one or head >= _ZERO_LIVE else min(step.table_size, everything - ready)
     left = 1 + max(0, _ZERO_LIVE - head) // kind.parameters
     full = shape.layers - bucket // kind.parameters
     copied = 0 if step.is_frozen or bucket <= widest or full <= 0 else bucket
     fetched = Term("embedding fetched again", _NARROW * again)
     later = ((left, fetched), (full, Term("a full bucket reduced", _NARROW * copied)))
-    tables = step.table + (0 if is_one else head)
+    tables = step.table_size + (0 if is_one else head)
     return ready, tables, tuple(each for each in later if each[1].bytes)
 
 

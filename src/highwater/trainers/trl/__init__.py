@@ -90,10 +90,12 @@ def _with_its_loss(ours: Phase, step: Step) -> Phase:
         return ours
     hidden = step.tokens * step.shape.hidden_size
     own = {
-        "hidden states": 3 * step.element * hidden,
+        "hidden states": 3 * step.element_bytes * hidden,
         "gradient of the hidden states in float32": NUMBER_BYTES * hidden,
-        "logits": step.element * min(step.tokens, _TILE_TOKENS) * _TILE_WIDTH,
-        "gradient of the head": 0 if step.is_frozen else (NUMBER_BYTES + step.element) * step.table,
+        "logits": step.element_bytes * min(step.tokens, _TILE_TOKENS) * _TILE_WIDTH,
+        "gradient of the head": 0
+        if step.is_frozen
+        else (NUMBER_BYTES + step.element_bytes) * step.table_size,
     }
     others = (term for term in ours.terms if term.name not in own)
     return phase(ours.name, *others, *(Term(name, size) for name, size in own.items()))
@@ -106,7 +108,9 @@ def _generation(step: Step) -> Phase:
     sequences = rows * generation_micro_batches(rows, layout.gpus)
     kinds = [run.kind for run in shape.runs]
     own_head = 1 if shape.tied_embeddings else 2
-    gathered = own_head * step.table + 2 * max(map(step.gathered, kinds)) if step.gathers else 0
+    gathered = (
+        own_head * step.table_size + 2 * max(map(step.gathered, kinds)) if step.gathers else 0
+    )
     kept = 0
     for run in shape.runs:
         attention = run.kind.attention  # keeps no more than its window
@@ -114,12 +118,12 @@ def _generation(step: Step) -> Phase:
         kept += run.count * tokens * 2 * attention.key_size
     prompt = max(map(_prompt_numbers, kinds))
     workspaces = sum(CUBLAS_WORKSPACES_BYTES) if step.device == "cuda" else 0
-    numbers = step.element * sequences
+    numbers = step.element_bytes * sequences
     return phase(
         GENERATION,
         Term("states without gradients", resting_state_bytes(shape, settings, layout)),
         Term(WORKSPACES, workspaces),
-        Term("embedding and head, gathered", step.element * gathered),
+        Term("embedding and head, gathered", step.element_bytes * gathered),
         Term("keys and values of completions", numbers * kept),
         Term("a layer reading the prompts", numbers * step.length_tokens * prompt),
     )
