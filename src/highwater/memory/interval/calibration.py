@@ -68,7 +68,7 @@ class Interval(Record, frozen=True, kw_only=True):
 
 
 class Calibration(Record, frozen=True, kw_only=True):
-    """The trials that a prediction's intervals were learned from, and traits that none of them had."""
+    """The trials that a prediction's intervals were learned from, and traits that none had."""
 
     coverage: float
     factors: tuple[Factors, ...]
@@ -190,7 +190,7 @@ def most_predicted_bytes(room_bytes: int, factors: Factors) -> int:
 
 
 def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...]:
-    """Words for the GPU, the model and traits of the question's cells that no residual's trial had."""
+    """Words for the question's GPU, model and traits of its cells that no residual's trial had."""
     fields = Residual.__struct_fields__
     known = {(field, getattr(residual, field)) for residual in residuals for field in fields}
     known |= {("kind", kind_name(residual.device_name)) for residual in residuals}

@@ -84,14 +84,14 @@ def replay(
 
 
 class Kind(Record, frozen=True, kw_only=True):
-    """An allocation that occurs again and again: ``fixed_bytes + bytes_per_tokens[0] x tokens /
-    bytes_per_tokens[1]``, rounded down, and no more than ``most_bytes``.
+    """A kind of allocation, of ``fixed_bytes + bytes_per_tokens[0] x tokens /
+    bytes_per_tokens[1]`` bytes, rounded down, and at most ``most_bytes``.
     """
 
     fixed_bytes: int
     bytes_per_tokens: tuple[int, int]
     most_bytes: int | None
-    """Most bytes of such an allocation; None: there is no end to it."""
+    """Most bytes of such an allocation; None: unlimited."""
     stream: int
     operator: int
     module: int
