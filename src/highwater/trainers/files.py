@@ -290,8 +290,8 @@ def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> 
 
 
 def of_recomputation(launched: FinetunerTrial, base: OwnFile) -> bool:
-    """Value of the trainer's own recomputation switch: the user's, if in the file and no setting was
-    named; else the setting on the CPU. On GPUs FSDP recomputes; transformers refuses both at once.
+    """Value of the trainer's own recomputation switch: the user's, if in the file and not named as
+    a setting; else the setting, on the CPU. On GPUs FSDP recomputes: transformers refuses both.
     """
     name = "gradient_checkpointing"
     if name in base.config and "recompute" not in launched.spec.settings.named:

@@ -236,8 +236,8 @@ class _SharedStates(NamedTuple):
 
 
 def _by_fsdp(step: Step) -> _SharedStates:
-    """States sharded by FSDP2, with units gathered: at the loss the head's, in a layer its own and
-    the next, at the embedding that, with gradients in reduction; or whole, with DDP's buckets.
+    """States sharded by FSDP2, with units gathered: the head's at the loss, two layers' in a layer,
+    the embedding's at the end, with gradients in reduction; or whole, with DDP's buckets.
     """
     shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
     states = device_state_bytes(shape, settings, device=step.device, shards=shards) // shards

@@ -104,7 +104,7 @@ def _line(raw: str) -> LogLine:
 
 
 def _other_prefixes(lines: Sequence[LogLine]) -> re.Pattern[str] | None:
-    """A pattern for prefixes of tracebacks, with any numbers, and of all lines; None without any."""
+    """Pattern for prefixes of tracebacks, with any numbers, and of all lines; None without any."""
     found: dict[str, None] = {}
     for at, line in enumerate(lines):
         before = _BOX.sub("", line.text.partition(TRACEBACK[:-1])[0])
@@ -128,9 +128,9 @@ _ROUNDED = 0.5 * 10 ** (1 - _DIGITS)
 def steps_of(
     text: str, *, step_tokens: int, shared_by: int = 1, counted: str = "num_tokens"
 ) -> int:
-    """Number of steps that a trainer logged in order, each with a finite loss and the expected token
-    count: ``step_tokens`` per step, or ``shared_by`` times that if each of the GPUs that share a
-    sequence counts it. ``counted``: name of the count in the log.
+    """Number of steps that a trainer logged in order, each with a finite loss and the expected
+    count of tokens: ``step_tokens`` per step, or ``shared_by`` times that if each of the GPUs that
+    share a sequence counts it. ``counted``: name of the count in the log.
     """
     done = 0
     for step in logged_steps(text):

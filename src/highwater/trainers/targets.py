@@ -47,7 +47,7 @@ class Emit(Protocol):
     def __call__(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
     ) -> Emitted:
-        """The configuration of the candidate ``chosen``. Raises UsageError if it has no words."""
+        """The configuration of ``chosen``. Raises UsageError if the trainer cannot express it."""
         ...
 
 

@@ -116,12 +116,12 @@ def torchtitan(
 
 
 _CHUNK_TOKENS = 256, 2048
-"""Fewest and most tokens of a sequence in a chunk of the loss; chunks are equal. The largest holds 3
-GiB of logits at a vocabulary of 150,000."""
+"""Fewest and most tokens of a sequence in a chunk of the loss; chunks are equal. The largest holds
+3 GiB of logits at a vocabulary of 150,000."""
 
 
 def _chunks(chosen: Candidate) -> int | None:
-    """Fewest equal chunks of a GPU's share of a sequence; None for a whole loss, or if none fits."""
+    """Fewest equal chunks of a GPU's part of a sequence; None for a whole loss, or if none fits."""
     sequences = chosen.cell.settings.sequences_per_micro_batch
     fewest_tokens, most_tokens = _CHUNK_TOKENS
     share_tokens = chosen.token_budget_tokens // sequences
@@ -201,8 +201,7 @@ def _refuse_adapters(found: Recommendation, chosen: Candidate, lora: Lora, *, is
 
 
 def _wider_bytes(found: Recommendation, chosen: Candidate) -> int:
-    """Further bytes of a frozen model in float32 instead of bf16, on a GPU or, offloaded, the host.
-    """
+    """Further bytes of a frozen model in float32 instead of bf16, on a GPU or the machine."""
     layout = chosen.cell.layout
     shards = layout.shard_degree // (
         layout.machine_gpus if chosen.cell.settings.offloads_model else 1

@@ -338,7 +338,7 @@ _ZERO = {
     (3, True, False): "zero3-optimizer-offload",
     (3, True, True): "zero3-offload",
 }
-"""Our setting ``deepspeed``, by stage, and by whether optimizer and parameters are in host memory."""
+"""Our setting ``deepspeed``, by the stage, and by what is on the host: optimizer, parameters."""
 _ZERO_BUCKET = 500_000_000
 """Default numbers in DeepSpeed's bucket of gradients (deepspeed/runtime/zero/config.py)."""
 

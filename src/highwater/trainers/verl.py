@@ -113,7 +113,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
 
 
 def _lora_values(lora: Lora | None) -> dict[str, Value]:
-    """Overrides of adapters, with names of layers as Hydra's list. Raises UsageError for a rank."""
+    """Overrides of adapters, with layers as Hydra's list. Raises UsageError for too high a rank."""
     if lora is None:
         return {}
     if lora.rank > _MOST_RANK:
