@@ -1,7 +1,7 @@
 """Speed: predict how long a step takes, part by part, from its work and a GPU kind's rates.
 
-Parts overlap if trials show that they do: one GPU takes the time of its kernels, or of their
-launches by the host, whichever is longer; exchanges between GPUs are added. Only H200s were measured;
+Parts overlap if trials show that they do: one GPU takes the time of its kernels, or of the host's
+launches of them, whichever is longer; exchanges between GPUs are added. Only H200s were measured;
 other kinds are assumed to reach the same shares of their data sheets, also in attention: cuDNN's
 kernels reach 61 % of an H200's FLOP/s, FlashAttention-2 50 to 73 % of an A100's
 (https://arxiv.org/abs/2307.08691).
@@ -172,8 +172,7 @@ _MOMENT_BYTES = 8
 """Bytes of both moments of a parameter, in float32."""
 _HOST_UPDATE_BYTES, _HOST_BYTES = 28, 25e9
 """Bytes moved per parameter by AdamW on the host, and per second by the host's cores for each GPU.
-Source: the time that offload added to steps of 8B on two and four GPUs; hosts differ by several
-times."""
+Source: what offload added to steps of 8B on two and four GPUs; hosts differ by several times."""
 
 
 class StepPart(Record, frozen=True, kw_only=True):
@@ -412,9 +411,7 @@ def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> 
 
 
 def _layer(shape: ModelShape, kind: LayerKind, settings: Settings, tokens: float) -> _Work:
-    """Work of a layer without its attention: forward, recomputed (except the last product), and
-    backward.
-    """
+    """Work of a layer without attention: forward, recomputed (but its last product), backward."""
     weights = kind.matmul_parameters
     is_recomputed = settings.recompute != "none"
     again = weights - kind.hidden_size * kind.mlp.width * kind.mlp.experts_per_token
@@ -460,9 +457,7 @@ def _head(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
 
 
 def _layer_embeddings(shape: ModelShape, tokens: float) -> _Work:
-    """Work of a forward pass for the layers' own embeddings, all layers' at once: a table, a
-    projection and a norm.
-    """
+    """Work of a forward pass for all layers' own embeddings: a table, a projection and a norm."""
     return _Work(
         matmul_flops=2 * tokens * sum(p.rows * p.row_size for p in shape.layer_tables[1:]),
         moved_bytes=2 * tokens * _EMBEDDING_PASSES * sum(p.rows for p in shape.layer_tables[1:]),

@@ -79,8 +79,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
     """The traced step, replayed in the allocator at the shown length; None: answered by formula."""
     likely_tokens: int | None = None
     """Longest length that fits by the prediction itself, without headroom: as likely too long as
-    too short, where a search begins. None in files written before intervals were, where the
-    capacity stands for it."""
+    too short, where a search begins. None in older files without intervals: see the property."""
     interval: Interval | None = None
     """Interval of the GPU's memory at the shown length; None without recorded trials."""
     step: PredictedStep | None = None

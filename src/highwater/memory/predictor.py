@@ -239,7 +239,9 @@ def predict_cell(
 def predict_at(
     predictor: Predictor, length_tokens: int, factors: Factors | None = None
 ) -> CellPrediction:
-    """Predict one length of a cell: ``capacity_tokens`` is the length if it fits surely, else 0."""
+    """Predict one length of a cell: ``capacity_tokens`` is the length if it leaves the headroom and
+    (with factors) its upper end fits, else 0.
+    """
     formula = predictor.formula
     predicted = _predicted_length(
         predictor, length_tokens, factors, room_bytes=formula.most_needed_bytes(factors)

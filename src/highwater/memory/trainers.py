@@ -83,7 +83,7 @@ class TrainerMemory:
 
 
 def _composed(memory: TrainerMemory, name: str) -> TrainerMemory:
-    """The memory of a trainer that runs another's step: the same, with residuals of its trials."""
+    """Memory of trainer ``name``, which runs another's step: that one's, learned by own trials."""
     taught = partial(study_residuals, trainer=cast(TrainerName, name), formula=memory.formula)
     return replace(memory, learn=taught)
 

@@ -88,8 +88,7 @@ class Family(Record, frozen=True, kw_only=True):
     """Fields that change the head, norms or gates from those that were compared, and the values,
     besides null, that change nothing."""
     not_zero: tuple[str, ...] = ()
-    """Fields that no kernel can compute with at 0: the scale of attention, experts whose weights
-    would be empty."""
+    """Fields that must not be 0: the scale of attention, sizes of experts' weights."""
     experts: Experts | None = None
     """Defaults of the experts; None if the class reads no field about experts."""
     width_field: str = "intermediate_size"
@@ -108,8 +107,7 @@ class Family(Record, frozen=True, kw_only=True):
     caps_scores: bool = False
     """Whether attention caps its scores at ``attn_logit_softcapping``."""
     other_layers: Mapping[str, str] = {}
-    """Kinds of layers that the class may have besides full attention, without a window, and their
-    names in words."""
+    """Kinds of layers that the class may have besides full attention, without windows, in words."""
     has_sinks: bool = False
     """Whether every layer has learned sinks beside the keys."""
     dropout_field: str | None = None
@@ -132,8 +130,7 @@ class Family(Record, frozen=True, kw_only=True):
     """Small parts in every layer, by their names in model/layer_kind.py, and the number of each;
     below 0 for norms that the layer lacks."""
     parts_outside: int = 0
-    """Parameters outside the layers, in hidden sizes: the last norm's bias; below 0 if the norm has
-    no weight."""
+    """Parameters outside the layers, in hidden sizes: the last norm's bias; below 0: no weight."""
     more_positions: int | None = None
     """Number of learned positions beyond the native length; None: positions are not learned."""
     switches: Mapping[str, Mapping[str, int]] = {}

@@ -199,8 +199,7 @@ def update_bytes(
     """Bytes that an optimizer update allocates on one device for the numbers that it processes at
     once, the largest shard or a piece of it: with 8-bit moments, two float32 numbers each
     (engine/training/low_bit.py); with moments in host memory, the buffers that they pass through
-    (engine/training/host_states.py). On the CPU the update is not compiled, and each operation
-    makes a tensor.
+    (engine/training/host_states.py). On the CPU, not compiled, each operation makes a tensor.
     """
     every = (-(-rows // shards) * size for _, rows, size in _trained_matrices(shape, settings))
     if settings.offloads_states:

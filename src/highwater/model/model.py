@@ -1,6 +1,4 @@
-"""ModelShape and Model: the parts of a Hugging Face ``config.json`` that decide memory and time,
-read without transformers.
-"""
+"""ModelShape and Model: sizes in a Hugging Face ``config.json``, read without transformers."""
 
 from functools import lru_cache
 from typing import Any
@@ -57,8 +55,7 @@ class ModelShape(Record, frozen=True, kw_only=True):
     native_length_tokens: int
     """``max_position_embeddings``: the longest length the model was made for."""
     tied_embeddings: bool
-    """Whether the head is the embedding, by the config, unless the weight files hold two different
-    ones."""
+    """Whether the head is the embedding: by the config, unless weight files hold different ones."""
     experts: int = 1
     experts_per_token: int = 1
     balanced_experts: bool = False
@@ -203,8 +200,7 @@ class Model(Record, frozen=True, kw_only=True):
     """A model that can be trained: its name, its directory and its shape."""
 
     name: str
-    """Name in tables and log paths: last component of the path or of the Hub's id, or the catalog
-    name."""
+    """Name in tables and log paths: last part of the path or of the Hub's id, or the catalog's."""
     directory: str
     """Absolute path of the directory with ``config.json``, and maybe ``*.safetensors``."""
     config_digest: str
@@ -224,8 +220,7 @@ def load_model(name: str) -> Model:
     says where it is looked for.
 
     Raises ModelError if there is none, if the config lacks a field that training needs, or if the
-    weight files beside it are quantised, incomplete or no model's (model/weight_files.py), of which
-    only the headers are read.
+    weight files, by their headers, are quantised, incomplete or no model's (model/weight_files.py).
     """
     place = model_place(name)
     # models in the package never change

@@ -285,7 +285,7 @@ def _refuse_other_sizes(config: Mapping[str, Any], source: str) -> None:
 
 def refuse_dropout(config: dict[str, Any], source: str) -> None:
     """Raise ModelError for attention dropout, which no fused kernel computes, and for layer
-    dropout, which lets ranks wait for each other.
+    dropout, which would let ranks wait for each other.
     """
     nested = config.get("attn_config")
     blocks = (config, nested if isinstance(nested, Mapping) else {})

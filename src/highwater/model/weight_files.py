@@ -63,9 +63,8 @@ class SavedTensor(NamedTuple):
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """Return all files that hold the weights; empty if the directory has no weights. Raises
-    ModelError for an index that names missing files, and for weights that are not a whole model's
-    or cannot be read.
+    """Return all files that hold the weights; empty if there are none. Raises ModelError for an
+    index that names missing files, and for weights that are unreadable or not a whole model's.
     """
     for name in (
         "model.safetensors",

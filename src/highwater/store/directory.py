@@ -52,9 +52,7 @@ def check_log_directory(directory: Path) -> None:
 
 
 def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None:
-    """Make a directory if need be. Raises UsageError if it cannot be written, MachineError if it
-    lacks room for a trial.
-    """
+    """Raise UsageError if a directory cannot be made or written, MachineError if it lacks room."""
     try:
         _write_in(directory)
     except OSError as error:

@@ -45,8 +45,8 @@ class JournalFile:
         self._size = size
 
     def append(self, line: bytes) -> None:
-        """Append a line, and wait for the disk. Raises MachineError if that fails, StudyError if the
-        file was changed from outside.
+        """Append a line, and wait for the disk. Raises MachineError if that fails, StudyError if
+        others changed the file, or if it would be too large.
         """
         what = self._touched()
         if what is not None:
@@ -166,8 +166,8 @@ def split_torn(content: bytes) -> tuple[bytes, bytes]:
 
 
 def sealed(text: str, *, after: str) -> tuple[bytes, str]:
-    """Return the line with its checksum in front, and the checksum: of this line and of ``after``,
-    the checksum before it.
+    """Return the line with its checksum in front, and the checksum: of this line and ``after``, the
+    checksum before it.
     """
     content = text.encode()
     checksum = hashlib.sha256(after.encode() + content).hexdigest()[:_CHECKSUM_DIGITS]

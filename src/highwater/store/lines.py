@@ -46,7 +46,7 @@ from highwater.units import format_tokens
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """Two grid indices: ``failed_index`` did not fit, but ``fit_index``, which takes no less, did."""
+    """``failed_index`` did not fit, but ``fit_index``, which takes no less memory, did."""
 
     failed_index: int
     fit_index: int
@@ -310,7 +310,7 @@ class JournalContent:
         self._expectations: dict[Cell, Expectation] = {}
 
     def add(self, line: Line) -> None:
-        """Add one line; a restarted trial keeps its place. Raises ValueError for an end of a trial
+        """Add one line; a restarted trial keeps its place. Raises ValueError for the end of a trial
         that never started.
         """
         match line:

@@ -128,7 +128,7 @@ def padded_to(layout: Layout, sharing: SequenceSharing) -> int:
 
 
 def attention(sharing: SequenceSharing, shape: ModelShape | None) -> str:
-    """transformers' name of the attention: torch's context parallelism supports only ``sdpa``."""
+    """Name in transformers of the attention: torch's context parallelism supports only ``sdpa``."""
     return "sdpa" if sharing == "ring" else fused_attention(shape)
 
 
@@ -340,9 +340,7 @@ def refuse_unlaunched(spec: TrialSpec, *, name: str) -> None:
 def launcher_file(
     spec: TrialSpec, shape: ModelShape, base: Mapping[str, Any], *, source: str
 ) -> TrialFiles:
-    """Accelerate's file for a trial, on top of the user's (``base``, from the file ``source``).
-    Raises UsageError for conflicts.
-    """
+    """Accelerate's file for a trial, on the user's (``base``, of ``source``). Raises UsageError."""
     refuse_unlaunched(spec, name="accelerate")
     if spec.layout.ulysses_degree > 1:
         raise UsageError(

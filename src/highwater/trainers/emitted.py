@@ -110,10 +110,9 @@ class Dialect(NamedTuple):
         beside: Mapping[str, str] = MappingProxyType({}),
         text: Callable[[str], str] | None = None,
     ) -> Emitted:
-        """Make the configuration: its values below a comment with the heading, ``said``, parts that
-        the trainer cannot express, the model's YaRN block with the reason ``yarn``, and, after the
-        word ``start`` (empty: not), the command. ``text`` makes the file from the comment; None:
-        YAML.
+        """Make the configuration: values below a comment with the heading, ``said``, parts that the
+        trainer cannot express, the model's YaRN block with the reason ``yarn``, and, after the word
+        ``start`` (empty: not), the command. ``text`` makes the file from the comment; None: YAML.
         """
         comments = comment(
             [
@@ -289,7 +288,7 @@ ATTENTIONS = {
 
 
 def fused_attention(shape: ModelShape | None) -> str:
-    """transformers' name of the fused attention that the model's class supports."""
+    """Name in transformers of the fused attention that the model's class supports."""
     if shape is not None and shape.widest_head > WIDEST_FUSED_HEAD:
         return "sdpa"
     has_sinks = shape is not None and any(run.kind.attention.has_sinks for run in shape.runs)
@@ -320,9 +319,7 @@ def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
 
 
 def to_replace(*names: str, settings: Settings) -> str:
-    """Line of a comment with the fields that the user fills in; gradient accumulation only if the
-    settings accumulate.
-    """
+    """Line of a comment with fields that the user fills in, accumulation only if it is used."""
     steps = ("gradient_accumulation_steps",) if settings.accumulates else ()
     return f"yours to replace: {', '.join((*names, *steps))}"
 
@@ -498,9 +495,8 @@ def whole_logits_bytes(chosen: Candidate, shape: ModelShape | None) -> int | Non
 
 
 def bytes_with_logits(found: Recommendation, chosen: Candidate, logits_bytes: int) -> int:
-    """Bytes of a GPU for a trainer's whole logits and the rest of the predicted step. If that step
-    holds whole logits too, its 2 of the 10 bytes per logit count once. The logits' bytes alone if
-    the rest is unknown.
+    """Bytes of a GPU for a trainer's whole logits and the rest of the predicted step; if that step
+    holds whole logits, 2 of their 10 bytes count once. Without known headroom the logits' alone.
     """
     if chosen.headroom_bytes is None:
         return logits_bytes

@@ -362,9 +362,7 @@ def trial_start(trainer: Finetuner) -> TrialStart:
 def _prepare(
     trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome
 ) -> ForeignCommand:
-    """Write a trial's files and return its command. Raises HighwaterError for settings that the
-    trainer cannot express.
-    """
+    """Write a trial's files, and return its command. Raises HighwaterError as the check does."""
     check_finetuner(trainer, spec, foreign, home.has_flash)
     folder = home.folder
     words = foreign.command or (trainer.program,)

@@ -218,7 +218,7 @@ def _gradients(step: Step) -> int:
 
 
 class _SharedStates(NamedTuple):
-    """Memory of shared states (FSDP2, DDP or ZeRO) on a GPU, without layers, logits and the loss."""
+    """Memory of shared states (FSDP2, DDP, ZeRO) on a GPU, without layers, logits and the loss."""
 
     always: tuple[Term, ...]
     gathered: tuple[tuple[Term, ...], ...]

@@ -212,7 +212,7 @@ _ALWAYS = ("strategy", "objective", "entropy", "loss")
 
 def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that are taken as published, given the ``named`` ones. Published offload is FSDP2's,
-    with expandable segments; LoRA, never published, takes FSDP2, which keeps frozen parameters apart.
+    with expandable segments; LoRA, never published, needs FSDP2 to keep frozen parameters apart.
     """
     is_offloaded = named.get("offload", False) is not False
     published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]
@@ -234,10 +234,9 @@ REPLAY_ACCURACY = (
 """Sentence on the errors of the replay."""
 OUTSIDE_BYTES: Mapping[bool, int] = {False: round(2.0 * GIB), True: round(3.5 * GIB)}
 """Bytes outside the traces, by whether GPUs share sequences: context, NCCL, other memory of the
-trainer's workers. Fitted to the published A100 table: 2.0 GiB, by one cell, and 3.2 to 3.7 GiB, all
-alike, give the most cells exactly (docs/results/lab/outside_scan.py). Measured on H200s, these
-workers have 1.6 and 2.0 to 2.8 GiB outside the allocator (docs/results/lab, Outside the
-allocator)."""
+workers. Fitted to the published A100 table: 2.0 GiB, by one cell, and 3.2 to 3.7 GiB, all alike,
+give the most cells exactly (docs/results/lab/outside_scan.py). On H200s these workers have 1.6 and
+2.0 to 2.8 GiB outside the allocator (docs/results/lab, Outside the allocator)."""
 
 
 class BundledTrace(Record, frozen=True, kw_only=True):

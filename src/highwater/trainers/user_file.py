@@ -311,9 +311,7 @@ def _recomputes(words: FileWords, config: FileFields) -> bool:
 
 
 def _sharing(config: FileFields, launcher: FileFields, path: Path, gpus: int) -> dict[str, Any]:
-    """Settings of sharing states among processes: FSDP, DeepSpeed, or a copy each. Raises
-    UsageError for ways that are not predicted.
-    """
+    """Settings of sharing states: FSDP, DeepSpeed, or copies. Raises UsageError for other ways."""
     for name, size in mapping_in(launcher, "parallelism_config").items():
         if name.endswith(("tp_size", "sp_size", "cp_size")) and str(size or 1) != "1":
             raise _unknown(path.name, name, size)

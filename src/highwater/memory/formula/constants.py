@@ -203,8 +203,7 @@ NCCL_SECOND_GROUP_BYTES = 196 * MIB
 all-to-all, the only collective that runs on it. Read off the searches on four H200s with SP 2
 (docs/results/find), 642 MiB with an all-to-all of 446 MiB."""
 NCCL_ALL_TO_ALL_BYTES = {1: 0, 2: round(0.44 * GIB), 4: round(1.19 * GIB), 8: round(3.28 * GIB)}
-"""Device memory that a communicator's first all-to-all adds, by number of GPUs. Sources: as for
-``NCCL_BYTES``."""
+"""Device memory that a communicator's first all-to-all adds, by number of GPUs. Same sources."""
 
 FILLED_SHARE: Mapping[str, float] = {"expandable": 0.992, "native": 0.879}
 """Share of the allocator's memory that live tensors fill before it runs out, by allocator, for dry

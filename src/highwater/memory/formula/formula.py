@@ -1,8 +1,9 @@
 """Formula: peak memory of one training step of our engine in closed form: named terms, a function
 each, and a maximum over phases. Terms are those of the GPU with the most trained tokens.
 
-The root is FSDP's root unit: embedding and head. T: tokens of that GPU's micro-batch, E: hidden
-size, V: vocabulary
+The root is FSDP's root unit: embedding and head.
+
+In the functions:  T tokens of that GPU's micro-batch  E hidden size  V vocabulary
 """
 
 from collections.abc import Callable, Mapping

@@ -352,8 +352,7 @@ token at that place, 8 bytes each; the expert's weight, in float32 and sorted in
 _ROUTED_TILE_BYTES = 8 + 2 + 2
 """The same with experts in tiles: the expert, its weight, and the weight's gradient."""
 _SORTED_BYTES = 3 * 8 + 2
-"""Bytes per token of a tile and expert: its copy, its token and its place, 8 bytes each; the
-expert's weight."""
+"""Bytes per token of a tile and expert: copy, token, place, 8 bytes each; the expert's weight."""
 _MOMENTS = ((0, 6, 1), (1, 3, 2), (2, 1, 3))
 """Moments of an untiled MLP's backward pass, as numbers of tensors alive at once: of T x E, of
 T x F, and of gradients of its three weights.
@@ -367,8 +366,7 @@ _MOMENTS_OF_EXPERT_TILES = ((1, 4, 0), (1, 3, 1), (2, 1, 0), (0, 0, 2))
 weights' gradients in float32: the gradient of the experts' output, gate and up, the product's
 gradient and a copy of it; of these and the product four, with one weight's share; two gradients of
 the tokens' copies, and one of gate; after the last tile, two weights' gradients rounded. Source:
-engine/models/fused/experts.py.
-"""
+engine/models/fused/experts.py."""
 _MOMENTS_OF_EXPERTS = ((5, 4, 0), (2, 5, 1), (1, 6, 1), (2, 2, 3))
 """Moments of untiled experts in the same way, in T K x E and T K x F: everything kept (of T K x E
 the tokens' copies and the experts' output) and three gradients of the output; all but the output,
@@ -518,9 +516,7 @@ def _mlp_working_set(layer: Layer, kept: int) -> int:
 
 
 def _expert_tile_bytes(layer: Layer) -> int:
-    """Bytes of the backward pass of a tile of experts, with its weights' gradients but not their
-    sums.
-    """
+    """Bytes of a tile of experts going backward, with its weights' gradients but not their sums."""
     hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
     parameters = 0 if layer.step.is_frozen else layer.mlp_parameters
     copies = layer.expert_tokens * mlp.experts_per_token

@@ -108,9 +108,7 @@ def kind_name(
     mlp: str = "",
     form: str = "",
 ) -> str:
-    """Name of a kind of layers, recomputed or kept whole; ``mlp``: their ``mlp_name``, ``form``:
-    their ``form_name``.
-    """
+    """Name of a kind of layers; ``mlp``: their ``mlp_name``, ``form``: their ``form_name``."""
     attends = "delta" if is_delta else "window" if is_windowed else "full"
     attention = f"{'capped ' if is_capped else ''}{attends}"
     layer = f"{attention} {mlp}".rstrip() + form
@@ -149,8 +147,7 @@ def products(
     layer's own embedding.
 
     ``attended_key``: K as the attention takes it; J as projected. ``tile``: numbers in one product
-    of the MLP that every token goes through, if it is tiled. ``degree``: ranks that divide the
-    heads.
+    of the MLP that every token goes through, if tiled. ``degree``: ranks that divide the heads.
     """
     attention, mlp, hidden = kind.attention, kind.mlp, kind.hidden_size
     query = attention.query_size
@@ -189,8 +186,7 @@ def products(
 def _group_products(attention: AttentionKind, tokens: int, degree: int) -> dict[str, int]:
     """Products of sizes in a gated delta rule for a group of tokens, in numbers of one rank: g
     tokens of a group, P numbers of a token's keys, one for each value head, s numbers of a state, N
-    groups, n chunks of a group; empty for other attention. ``tokens``: of the whole row, whose
-    heads the ranks divide.
+    groups, n chunks of a group; empty for other attention. ``tokens``: of the row of all ranks.
     """
     if attention.delta is None:
         return {}

@@ -53,9 +53,8 @@ _RULES_OF = from_json(
     (files("highwater.memory.snapshot") / "attribution.json").read_bytes(),
     dict[Literal["ours", "pytorch", "libraries"], tuple[_Rule, ...]],
 )
-"""Rules for this engine's files, also at the paths of older snapshots; for PyTorch's own files and
-functions (without a file: functions of C++); for libraries that train, and names that they share.
-"""
+"""Rules for this engine's files, also at older paths; for PyTorch's own files and functions
+(without a file: functions of C++); for libraries that train, and names that they share."""
 _RULES = tuple(chain.from_iterable(_RULES_OF.values()))
 _FILES, _NAMES = (
     tuple(re.compile(pattern) for pattern in patterns)
@@ -111,9 +110,7 @@ class Attribution:
         self._is_optimizers = cache(self._is_an_optimizers)
 
     def category(self, allocation: Allocation) -> Category:
-        """Category of an allocation: by its stack, else by its phase; in a backward pass also by
-        whether it outlives the pass.
-        """
+        """Category of an allocation: by stack, else phase; in a backward pass also by its end."""
         stack, phase = allocation.stack, allocation.phase.partition(" ")[0]
         found = self._of_stack(stack) or _BY_PHASE.get(phase, "unattributed")
         if found == "backward_pass" and self._outlives_its_pass(allocation):
@@ -147,9 +144,8 @@ class Attribution:
         return next(filter(None, (self._rules.category(frames[index]) for index in indices)), None)
 
     def _is_head(self, stack: Sequence[int]) -> bool:
-        """Whether a stack is of a model's output head: a linear layer that a transformers model
-        calls itself, not from one of its parts. Such a stack has the modelling file's ``forward``
-        once.
+        """Whether a stack is of a model's output head, a linear layer that a transformers model
+        calls itself, not from a part: such a stack has the modelling file's ``forward`` once.
         """
         frames = self._snapshot.frames
         innermost = next((frames[i] for i in stack if frames[i].file.endswith(".py")), None)
@@ -239,9 +235,7 @@ def shown(frame: Frame) -> str:
 
 
 def _traced(made: Frame, phase: str) -> Category:
-    """Category of a traced allocation, whose frame has its operator as function, its module as
-    file.
-    """
+    """Category of a traced allocation, whose frame has its operator as function, module as file."""
     if "workspace" in made.name.lower():
         return "workspaces"
     if made.name == "resize_":  # FSDP, which gathers a layer's parameters into a storage

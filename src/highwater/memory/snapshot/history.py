@@ -124,9 +124,7 @@ def _levels(allocations: Iterable[Allocation], events: int) -> list[int]:
 
 
 def _moment(events: Sequence[AllocatorEvent], levels: Sequence[int]) -> tuple[int, bool]:
-    """Number of the out-of-memory event that needed the most, and True; else that of the peak, and
-    False.
-    """
+    """The out-of-memory event that needed the most, and True; else the peak's event, and False."""
     failed = [number for number, event in enumerate(events) if event.action == "oom"]
     if failed:
         most = max(failed, key=lambda number: levels[number + 1] + events[number].size_bytes)
@@ -135,9 +133,7 @@ def _moment(events: Sequence[AllocatorEvent], levels: Sequence[int]) -> tuple[in
 
 
 def _reserved_bytes(snapshot: Snapshot, at: int) -> int | None:
-    """Bytes reserved at an event: the segments at the end, with later changes undone; None if
-    segments were not recorded.
-    """
+    """Bytes reserved at an event: segments at the end, later changes undone; None if unrecorded."""
     changes = [event for event in snapshot.events if event.action in _GROWS + _SHRINKS]
     if not snapshot.segments and not changes:
         return None
@@ -153,9 +149,8 @@ def _reserved_bytes(snapshot: Snapshot, at: int) -> int | None:
 
 
 def free_blocks(history: History) -> list[int] | None:
-    """Bytes of each gap between live allocations in the segments at the moment; None if these are
-    unknown. A request fails if no gap is as large; a gap below 1 MiB may be the unused end of a
-    block.
+    """Bytes of each gap between live allocations in the segments at the moment; None if unknown. A
+    request fails if no gap is as large; a gap below 1 MiB may be the unused end of a block.
     """
     segments = _segments_then(history)
     if not segments:
@@ -174,7 +169,7 @@ def free_blocks(history: History) -> list[int] | None:
 
 def _segments_then(history: History) -> list[tuple[int, int]]:
     """Starts and ends of the segments at the moment: those at the end, with later changes undone;
-    empty if that takes too long.
+    empty if that would take too long.
     """
     snapshot = history.snapshot
     later = snapshot.events[history.at + 1 :]

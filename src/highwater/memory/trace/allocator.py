@@ -270,9 +270,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: MemoryBlock, size: int) -> bool:
-        """Map whole pages of a block for ``size``; the rest stays unmapped (map_block). False if
-        they exceed the capacity.
-        """
+        """Map a block's first pages for ``size`` (map_block); False if they exceed the capacity."""
         page = _page_bytes(block.pool)
         mapped = -(-size // page) * page
         if self._exceeds(mapped):

@@ -1,7 +1,6 @@
-"""Replay: run a trace through the simulated caching allocator, for its peaks, the tensors alive at
-them and whether it fits; or to write a snapshot for PyTorch's memory viewer
-(https://pytorch.org/memory_viz), with operator, module and phase as a stack, and event numbers as
-microseconds.
+"""Replay: run a trace through the simulated allocator, for its peaks, the tensors alive at them and
+whether it fits; or to write a snapshot for PyTorch's viewer (https://pytorch.org/memory_viz), with
+operator, module and phase as a stack, and numbers of events as microseconds.
 """
 
 import pickle

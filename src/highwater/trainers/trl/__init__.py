@@ -84,8 +84,7 @@ def footprint(step: Step) -> Footprint:
 
 def _with_its_loss(ours: Phase, step: Step) -> Phase:
     """The loss phase as TRL computes it, with all tokens taken as trained: hidden states, a copy of
-    the trained ones, their gradient in float32 and rounded (T x E each); a tile of logits instead
-    of our chunk.
+    the trained ones, their gradient in float32 and rounded (T x E each); a tile of logits.
     """
     if step.settings.traits.gives_scalars:
         return ours

@@ -120,8 +120,8 @@ def batch_of(spec: TrialSpec, base: Mapping[str, Any]) -> TrialBatch:
 
 
 def completion_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
-    """Tokens that GRPO generates: as the user's file has it, else all but a short prompt. Raises
-    UsageError if none are left for a prompt.
+    """Tokens that GRPO generates: the user's number, else all but a short prompt. Raises UsageError
+    if none are left for a prompt.
     """
     named = base.get("max_completion_length")
     tokens = spec.length_tokens - PROMPT_TOKENS if named is None else int(named)
@@ -175,7 +175,7 @@ def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
 
 
 def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
-    """Names of emitted fields that replace the user's: of named settings, and of shared sequences."""
+    """Names of emitted fields that replace the user's: of named settings and shared sequences."""
     settings, names = spec.settings, ["optim"] if spec.settings.optimizer != "adamw" else []
     if spec.layout.context_degree > 1:
         names += ["attn_implementation", "packing", "pad_to_multiple_of"]
@@ -307,7 +307,7 @@ def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tupl
 
 
 def own_files(foreign: ForeignTrainer) -> OwnFile:
-    """The user's configuration of TRL, with the accelerate file that it names. Raises UsageError."""
+    """The user's configuration of TRL, with accelerate's file that it names. Raises UsageError."""
     own = own_file(foreign, "name the file that `trl sft --config` takes")
     path = foreign.base_config_path
     return own if path is None else own._replace(launcher=launcher_of(own.config, Path(path)))

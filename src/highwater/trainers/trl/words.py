@@ -58,8 +58,7 @@ class Subcommand(NamedTuple):
     generates: bool = False
     """Whether the policy generates completions, of which whole groups are a batch."""
     precomputes: bool = False
-    """Whether the reference's log-probabilities are computed before training, so that the reference
-    takes no memory later."""
+    """Whether the reference runs before training, and so takes no memory later."""
 
 
 COMMANDS: Mapping[Objective, Subcommand] = {
@@ -86,8 +85,7 @@ _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
 
 def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
     """Make the file of one of TRL's commands, and accelerate's. Raises UsageError for an objective
-    without a command, for sequences shared among GPUs in commands other than ``sft``, and for an
-    optimizer that TRL lacks.
+    without a command, sequences shared among GPUs without ``sft``, and optimizers that TRL lacks.
     """
     cell, shape = chosen.cell, shape_here(found, model_path)
     refuse_untrainable(cell, shape)
@@ -117,7 +115,7 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
 
 
 def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
-    """Raise UsageError for an objective, layout or optimizer that TRL lacks; hints are trainable."""
+    """Raise UsageError for an objective, layout or optimizer that TRL lacks."""
     is_refused = _obstacle(cell.settings.objective, cell.layout, shape) is not None
     if is_refused and shape is not None:
         refuse_other_sharing(cell, shape)
@@ -126,7 +124,7 @@ def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
 
 
 def refuse_other_sharing(cell: Cell, shape: ModelShape) -> None:
-    """Raise UsageError for Ulysses if TRL has a ring, and for all that ``refuse_untrainable`` does."""
+    """Raise UsageError for Ulysses if TRL has a ring, and as ``refuse_untrainable`` does."""
 
     def obstacle(objective: Objective, layout: Layout) -> str | None:
         unknown = _obstacle(objective, layout, shape)
