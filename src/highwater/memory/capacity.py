@@ -85,7 +85,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
     step: PredictedStep | None = None
     """Time of a step at that length; None if nothing fits, or the time cannot be predicted."""
     is_on_frontier: bool = True
-    """Whether no other cell trains nearly as long in less time."""
+    """True if no other cell trains nearly as long in less time."""
 
     @property
     def likely_edge_tokens(self) -> int:
@@ -146,7 +146,7 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def has_default_headroom(self) -> bool:
-        """Whether ``margin_bytes`` is exactly the default headroom."""
+        """True if ``margin_bytes`` is exactly the default headroom."""
         return self.margin_bytes == default_headroom_bytes(self.device_bytes)
 
     @property

@@ -115,7 +115,7 @@ def step_time(study: Study, candidate: Candidate, length_tokens: int) -> StepTim
 
 
 def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int) -> bool:
-    """Whether a full trial of this length, or of a longer one, trained it."""
+    """True if a full trial of this length, or of a longer one, trained it."""
     trained = any(
         trial.result is not None and trial.result.outcome is Outcome.FIT
         for trial in study.trials_of(capacities[0].cell)

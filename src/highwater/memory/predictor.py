@@ -26,8 +26,8 @@ from highwater.memory.trace.replay import Alive, Replayed
 from highwater.nouns.study import HOST_KEPT, Cell, Question, Risk, default_headroom_bytes
 
 Asked = Literal["everything", "longest", "fit"]
-"""What is asked of a cell: everything that can be predicted; the longest length with the headroom;
-or that by replays only if a length fits, else by formula, which is faster."""
+"""Extent of a cell's prediction: everything; the longest length with the headroom; or that by
+replays only if a length fits, else by formula, which is faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class PredictedPeak:
     needed_bytes: int
     """Bytes that a GPU has to have; a lower bound if a replay ran out of the room."""
     fits: bool
-    """Whether the room holds ``needed_bytes``, and the host its part."""
+    """True if the room holds ``needed_bytes``, and the host its part."""
     replayed: Replayed | None = None
     """The traced step, replayed in the allocator; None: answered by formula."""
     alive: Callable[[], tuple[Alive, ...]] | None = None

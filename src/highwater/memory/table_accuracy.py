@@ -80,9 +80,8 @@ def read_capacity_table(path: Path) -> CapacityTable:
 
 
 def table_capacities(path: Path) -> tuple[Capacity, ...]:
-    """The capacity of each row of a CSV file, in its order, unknown ones included. The next length
-    of the published grid is known not to fit: that is where the published search stopped. Raises as
-    ``read_capacity_table`` does.
+    """Capacities of the rows of a CSV file, unknown ones too. The next length of the published grid
+    is known not to fit: there the published search stopped. Raises as ``read_capacity_table``.
     """
     rows = _read_rows(path)
     models = {name: load_model(name) for name in dict.fromkeys(row.model_name for row in rows)}

@@ -63,7 +63,7 @@ class TrainerMemory:
     learn: Callable[[Study, MachineConstants | None], tuple[Residual, ...]] | None = None
     """Returns residuals of a user's own study, given their constants. None: no trial runs here."""
     is_timed: bool = False
-    """Whether the time of the trainer's steps is predicted."""
+    """True if the time of the trainer's steps is predicted."""
     replay: BundledReplay | None = None
     """Traces that answer some cells; None: every cell is answered by the formula."""
     fixed_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}

@@ -34,9 +34,9 @@ class Experts(Record, frozen=True, kw_only=True):
     dense_layers: tuple[str | None, int] = (None, 0)
     """Number of layers without experts, at the front."""
     may_be_none: bool = False
-    """Whether 0 experts are allowed: then the class has the shared MLP alone."""
+    """True if 0 experts are allowed: then the class has the shared MLP alone."""
     lists_per_token: bool = False
-    """Whether experts per token may be a list, a number for each layer."""
+    """True if experts per token may be a list, a number for each layer."""
     switch: str | None = None
     """The field that switches experts on, beside the one MLP that the class has without it; then
     the sizes of experts are required."""
@@ -52,12 +52,12 @@ class Window(Record, frozen=True, kw_only=True):
     reads_layer_types: bool = True
     """False: every layer has the window, whatever ``layer_types`` says."""
     has_mask_if_layers_slide: bool = False
-    """Whether the class makes the window's mask only if a layer slides; other classes always make
+    """True if the class makes the window's mask only if a layer slides; other classes always make
     it, and cannot run without a window, whatever their layers are."""
     is_switched: bool = False
-    """Whether the window needs ``use_sliding_window``."""
+    """True if the window needs ``use_sliding_window``."""
     ends_full: bool = False
-    """Whether the last layer attends in full, whatever ``layer_types`` says."""
+    """True if the last layer attends in full, whatever ``layer_types`` says."""
 
 
 class LogitField(Record, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class LogitField(Record, frozen=True, kw_only=True):
     usual: float | None = None
     """Default of the class, if the config leaves the field out; None: no cap."""
     takes_whole: bool = False
-    """Whether the class accepts an integer."""
+    """True if the class accepts an integer."""
 
 
 class Family(Record, frozen=True, kw_only=True):
@@ -95,21 +95,21 @@ class Family(Record, frozen=True, kw_only=True):
     dense_width_field: str | None = None
     """The field for the width of layers without experts, if not ``width_field``."""
     is_gated: bool = True
-    """Whether the MLP has a gate."""
+    """True if the MLP has a gate."""
     window: Window | None = None
     """Rules for windows; None if no layer has a window, whatever the config says."""
     delta: Literal["apart", "joined"] | None = None
-    """Whether layers of ``linear_attention`` have a gated delta rule, and the others gates: with a
-    product of the rule's gates alone, or joined with queries, keys and values. None: neither."""
+    """Product of the gates of the gated delta rule that layers of ``linear_attention`` have: apart,
+    or joined with queries, keys and values; other layers attend with gates. None: neither."""
     has_unlike_layers: bool = False
-    """Whether layers of full attention have another head size, the last layers read keys and values
+    """True if layers of full attention have another head size, the last layers read keys and values
     of earlier layers, and each layer may have its own embedding of every token."""
     caps_scores: bool = False
-    """Whether attention caps its scores at ``attn_logit_softcapping``."""
+    """True if attention caps its scores at ``attn_logit_softcapping``."""
     other_layers: Mapping[str, str] = {}
     """Kinds of layers that the class may have besides full attention, without windows, in words."""
     has_sinks: bool = False
-    """Whether every layer has learned sinks beside the keys."""
+    """True if every layer has learned sinks beside the keys."""
     dropout_field: str | None = None
     """The field of attention dropout that is above 0 by default."""
     logits: LogitField | None = None
@@ -117,7 +117,7 @@ class Family(Record, frozen=True, kw_only=True):
     has_rope: bool = True
     """False: positions are learned, fixed or absent, which ``config.json`` does not say."""
     has_rope_by_layer: bool = False
-    """Whether each kind of layer has its own RoPE, even if the config leaves it out."""
+    """True if each kind of layer has its own RoPE, even if the config leaves it out."""
     rope_types: Mapping[str, tuple[str, ...]] | None = None
     """Types of RoPE that the class supports, and the fields that each needs; None: all types."""
     reads_rope_scaling: bool = True
@@ -147,9 +147,9 @@ class Wrapper(Record, frozen=True, kw_only=True):
     usual: str | None = None
     """``model_type`` of the text model if ``text_config`` names none."""
     is_flat: bool = False
-    """Whether files may have the text model's fields at the top level, without a text_config."""
+    """True if files may have the text model's fields at the top level, without a text_config."""
     is_tied: bool = False
-    """Whether the class ties head and embedding by default."""
+    """True if the class ties head and embedding by default."""
     defaults: Mapping[str, Any] = {}
     """Fields of the text model's class whose default differs from the family's."""
     unread: tuple[str, ...] = ()

@@ -53,7 +53,7 @@ class DeltaKind(Record, frozen=True, kw_only=True):
     taps: int
     """Number of tokens that the convolution reads."""
     joins_gate: bool = False
-    """Whether one product gives queries, keys, values and gates; else the gates have their own."""
+    """True if one product gives queries, keys, values and gates; else the gates have their own."""
 
 
 class AttentionKind(Record, frozen=True, kw_only=True):
@@ -69,17 +69,17 @@ class AttentionKind(Record, frozen=True, kw_only=True):
     window_tokens: int | None = None
     """Window: number of tokens that a token reads, itself included; None: all earlier tokens."""
     has_sinks: bool = False
-    """Whether a learned number for each query head joins the keys' scores in the softmax."""
+    """True if a learned number for each query head joins the keys' scores in the softmax."""
     soft_cap: float | None = None
     """Bound of a score's magnitude; None: no cap."""
     is_gated: bool = False
-    """Whether the query projection also gives gates, of the same size, for the output."""
+    """True if the query projection also gives gates, of the same size, for the output."""
     delta: DeltaKind | None = None
     """The gated delta rule; None for softmax attention."""
     values_are_keys: bool = False
-    """Whether values are the keys before their norm and RoPE, without their own projection."""
+    """True if values are the keys before their norm and RoPE, without their own projection."""
     reads_earlier_keys: bool = False
-    """Whether keys and values come from the last earlier layer of this kind that has its own."""
+    """True if keys and values come from the last earlier layer of this kind that has its own."""
 
     @property
     def query_size(self) -> int:

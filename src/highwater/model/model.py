@@ -55,11 +55,11 @@ class ModelShape(Record, frozen=True, kw_only=True):
     native_length_tokens: int
     """``max_position_embeddings``: the longest length the model was made for."""
     tied_embeddings: bool
-    """Whether the head is the embedding: by the config, unless weight files hold different ones."""
+    """True if the head is the embedding: by the config, unless weight files hold different ones."""
     experts: int = 1
     experts_per_token: int = 1
     balanced_experts: bool = False
-    """Whether the config enables the routers' auxiliary loss, for which probabilities are kept."""
+    """True if the config enables the routers' auxiliary loss, for which probabilities are kept."""
     shared_expert_size: int = 0
     """Width of the shared MLP, which every token goes through besides its experts; 0: none."""
     dense_layers: int = 0
@@ -207,9 +207,9 @@ class Model(Record, frozen=True, kw_only=True):
     """Digest of the parsed ``config.json``: two paths with one digest are one model."""
     shape: ModelShape
     own_rope_scaling: bool
-    """Whether the config has RoPE scaling of its own."""
+    """True if the config has RoPE scaling of its own."""
     rope: bool = True
-    """Whether positions are RoPE, which can be scaled past the native length."""
+    """True if positions are RoPE, which can be scaled past the native length."""
     text_of: str | msgspec.UnsetType = msgspec.UNSET
     """Multimodal family whose text model this is; else unset, and not written to documents."""
 

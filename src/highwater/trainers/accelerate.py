@@ -116,7 +116,7 @@ def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) ->
 
 
 def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
-    """How a layout's sequences are shared: by a ring if FSDP2 can, whatever was predicted."""
+    """The way in which a layout shares sequences: a ring if FSDP2 can, whatever was predicted."""
     if layout.context_degree == 1:
         return "none"
     return "ring" if shape is None or shape.has_plain_attention else "heads"

@@ -108,7 +108,7 @@ class FinetunerTrial(NamedTuple):
     yarn: Yarn | None = None
     """YaRN for the length; None: not needed."""
     has_flash: bool = False
-    """Whether flash-attn can be used: installed, and without wide heads in the model."""
+    """True if flash-attn can be used: installed, and without wide heads in the model."""
 
     @property
     def cell(self) -> Cell:
@@ -163,7 +163,7 @@ class Finetuner(ABC):
     more_tokens: ClassVar[int] = 0
     """Tokens of each document past the length: the trainer cuts it after adding its template."""
     has_copies: ClassVar[bool] = False
-    """Whether copies of shards can be written; False: only those of DDP, see ``is_ddp``."""
+    """True if copies of shards can be written; False: only those of DDP, see ``is_ddp``."""
 
     def emit(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None

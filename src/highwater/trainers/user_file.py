@@ -48,7 +48,7 @@ class FileWords(Record, frozen=True, kw_only=True):
     keeps_all: tuple[str, ...] = ()
     """Fields that switch recomputation off."""
     recomputes: bool = True
-    """Whether layers are recomputed by default."""
+    """True if layers are recomputed by default."""
     on_host: tuple[str, ...] = ()
     """Fields that put layers' activations into host memory."""
     optimizer: str = "optim"

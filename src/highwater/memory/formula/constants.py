@@ -159,7 +159,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         return max(self.host_bytes, math.ceil(activations / HOST_SHARE))
 
     def fits_host(self, host_bytes: int | None) -> bool:
-        """Whether a host with this memory suffices; None: unlimited."""
+        """True if a host with this memory suffices; None: unlimited."""
         return host_bytes is None or self.host_needed_bytes <= host_bytes
 
 

@@ -108,13 +108,13 @@ class Step:
 
     @property
     def gathers(self) -> bool:
-        """Whether the model's own parameters are gathered: not if frozen and whole on each GPU."""
+        """True if the model's own parameters are gathered: not if frozen and whole on each GPU."""
         is_alone = self.layout.shard_degree == 1 and not self.settings.offloads_model
         return self.settings.lora is None or not is_alone
 
     @property
     def is_frozen(self) -> bool:
-        """Whether only adapters are trained, and the model's own parameters have no gradient."""
+        """True if only adapters are trained, and the model's own parameters have no gradient."""
         return self.settings.lora is not None
 
     def gathered(self, kind: LayerKind) -> int:
@@ -183,12 +183,12 @@ class Layer:
 
     @property
     def has_output_norms(self) -> bool:
-        """Whether the outputs of attention and MLP are normed, not their inputs."""
+        """True if the outputs of attention and MLP are normed, not their inputs."""
         return self.step.shape.model_type in OUTPUT_NORMS
 
     @property
     def has_tiles(self) -> bool:
-        """Whether the MLP is computed in tiles, or as one tile, and keeps only its input."""
+        """True if the MLP is computed in tiles, or as one tile, and keeps only its input."""
         settings, learned = self.step.settings, self._family
         return (
             self.kind.mlp.plain_width > 0
@@ -226,7 +226,7 @@ class Layer:
 
     @property
     def has_expert_tiles(self) -> bool:
-        """Whether experts go in several tiles, or in one with adapters, and keep their input."""
+        """True if experts go in several tiles, or in one with adapters, and keep their input."""
         return self.expert_tokens < self.step.tokens or self.adapted_expert_parameters > 0
 
     @property
@@ -245,7 +245,7 @@ class Layer:
 
     @property
     def is_unlike(self) -> bool:
-        """Whether layers of the family differ within a model, and share keys and embeddings."""
+        """True if layers of the family differ within a model, and share keys and embeddings."""
         return family_row(self.step.shape.model_type).has_unlike_layers
 
     @property

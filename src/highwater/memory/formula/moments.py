@@ -34,14 +34,14 @@ class LayerMoments(Record, frozen=True, kw_only=True):
     moments: tuple[MomentBytes, ...]
     """Further memory in a layer's backward pass, without its weights and the head's gradient."""
     is_divided: bool = False
-    """Whether the moments were learned on ranks that share a sequence by Ulysses."""
+    """True if the moments were learned on ranks that share a sequence by Ulysses."""
 
 
 class FamilyMoments(Record, frozen=True, kw_only=True):
     """Memory of the layers of a family."""
 
     has_tiles: bool
-    """Whether MLPs that every token goes through are computed in tiles if layers are recomputed."""
+    """True if MLPs that every token goes through are computed in tiles if layers are recomputed."""
     layers: Mapping[str, LayerMoments]
     """Moments of each kind of layers, by ``kind_name``."""
 

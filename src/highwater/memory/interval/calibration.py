@@ -52,7 +52,7 @@ class Factors(Record, frozen=True, kw_only=True):
     residuals: int
     """Number of residuals that the ends were learned from."""
     is_widened: bool
-    """Whether residuals are too few for the coverage, so that an assumption moves the ends out."""
+    """True if residuals are too few for the coverage, so that an assumption moves the ends out."""
 
 
 class Interval(Record, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class Interval(Record, frozen=True, kw_only=True):
     """Share of trials that each end is to cover."""
     residuals: int
     is_widened: bool
-    """Whether there are too few residuals for the coverage: see ``Factors``."""
+    """True if there are too few residuals for the coverage: see ``Factors``."""
 
 
 class Calibration(Record, frozen=True, kw_only=True):

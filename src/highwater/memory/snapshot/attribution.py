@@ -144,7 +144,7 @@ class Attribution:
         return next(filter(None, (self._rules.category(frames[index]) for index in indices)), None)
 
     def _is_head(self, stack: Sequence[int]) -> bool:
-        """Whether a stack is of a model's output head, a linear layer that a transformers model
+        """True if a stack is of a model's output head, a linear layer that a transformers model
         calls itself, not from a part: such a stack has the modelling file's ``forward`` once.
         """
         frames = self._snapshot.frames
@@ -154,7 +154,7 @@ class Attribution:
         return sum(map(self._is_part, stack)) == 1
 
     def _outlives_its_pass(self, allocation: Allocation) -> bool:
-        """Whether an allocation of a backward pass was alive at the next event after the pass."""
+        """True if an allocation of a backward pass was alive at the next event after the pass."""
         of_phase = self._told_phase(allocation.stack, allocation.phase).startswith(_BACKWARD)
         for later in (self._optimizers_events, self._events_of_other_phases if of_phase else ()):
             following = bisect_right(later, allocation.born)
@@ -216,7 +216,7 @@ def _in_packages(file: str) -> str:
 
 
 def is_traced(snapshot: Snapshot, stack: int) -> bool:
-    """Whether a stack is of a traced allocation, whose frames are an operator and a phase."""
+    """True if a stack is of a traced allocation, whose frames are an operator and a phase."""
     frames = snapshot.stacks[stack]
     return bool(frames) and snapshot.frames[frames[-1]].file == _PHASE
 

@@ -168,9 +168,7 @@ def free_blocks(history: History) -> list[int] | None:
 
 
 def _segments_then(history: History) -> list[tuple[int, int]]:
-    """Starts and ends of the segments at the moment: those at the end, with later changes undone;
-    empty if that would take too long.
-    """
+    """Starts and ends of the segments at the moment; empty if undoing changes takes too long."""
     snapshot = history.snapshot
     later = snapshot.events[history.at + 1 :]
     since = [event for event in later if event.action in _GROWS + _SHRINKS]

@@ -91,7 +91,7 @@ class MemoryProfile(Record, frozen=True, kw_only=True):
     devices: int
     """Number of devices in the file; ``device`` has the most events."""
     is_traced: bool
-    """Whether the file is a prediction: a timeline that ``predict --exact`` wrote."""
+    """True if the file is a prediction: a timeline that ``predict --exact`` wrote."""
     events: int
     """Number of events in the file; earlier events were not kept."""
     moment: Moment

@@ -82,7 +82,7 @@ class SegmentBlock(NamedTuple):
     size_bytes: int
     requested_bytes: int
     is_allocated: bool
-    """Whether a tensor used it."""
+    """True if a tensor used it."""
     stack: int
 
 

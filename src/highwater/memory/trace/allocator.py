@@ -100,7 +100,7 @@ class CachingAllocator:
     capacity_bytes: int | None = None
     """Bytes that may be reserved; None: unlimited."""
     is_share: bool = False
-    """Whether the process set the capacity itself, as a share of the card
+    """True if the process set the capacity itself, as a share of the card
     (``set_per_process_memory_fraction``): then a request is checked by the size of its native
     segment, even if expandable pages would take less."""
     allocated_bytes: int = 0
@@ -206,7 +206,7 @@ class CachingAllocator:
         return self._next_handle
 
     def is_held(self, handle: int) -> bool:
-        """Whether an allocation is not free yet; memory running short frees those given back."""
+        """True if an allocation is not free yet; memory running short frees those given back."""
         return handle in self._live
 
     def place_of(self, handle: int) -> tuple[int, int]:

@@ -54,11 +54,11 @@ class Subcommand(NamedTuple):
 
     name: str
     packs: bool = False
-    """Whether sequences are packed into one row, which several GPUs may share; else padded."""
+    """True if sequences are packed into one row, which several GPUs may share; else padded."""
     generates: bool = False
-    """Whether the policy generates completions, of which whole groups are a batch."""
+    """True if the policy generates completions, of which whole groups are a batch."""
     precomputes: bool = False
-    """Whether the reference runs before training, and so takes no memory later."""
+    """True if the reference runs before training, and so takes no memory later."""
 
 
 COMMANDS: Mapping[Objective, Subcommand] = {
