@@ -104,7 +104,7 @@ class _Row(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str, Cell]:
-        """The GPU, the model and the cell that the row is about."""
+        """Key of the row: its GPU, model and cell."""
         return self.device_name, self.model_name, self.cell
 
 
@@ -127,7 +127,7 @@ def _capacity(row: _Row, model: Model, path: Path) -> Capacity:
 
 
 def _read_rows(path: Path) -> list[_Row]:
-    """Every row; raises UsageError for a file that is no such table, or has none."""
+    """Read every row of a table. Raises UsageError for another file, and for one without rows."""
     try:
         text = read_file(path, most_bytes=SETTINGS_BYTES).decode("utf-8-sig")
         reader = csv.DictReader(io.StringIO(text, newline=""))
@@ -149,7 +149,7 @@ def _read_rows(path: Path) -> list[_Row]:
 
 
 def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
-    """Raise UsageError for two rows that know a capacity of one place."""
+    """Raise UsageError if two rows have a capacity for the same GPU, model and cell."""
     seen: dict[tuple[str, str, Cell], _Row] = {}
     for row in (row for row in rows if row.tokens is not None):
         before = seen.setdefault(row.place, row)
@@ -166,7 +166,7 @@ def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
 
 
 def _row(row: Mapping[str, str | None], line: int) -> _Row:
-    """One row of the file; raises ValueError for none, UsageError for a degree that cannot be."""
+    """Read one row. Raises ValueError for an invalid row, UsageError for an impossible degree."""
     device_name, rung, gpus, sp, model_name, tokens = (row[column] for column in _COLUMNS)
     if not device_name or not model_name or gpus is None or sp is None:
         raise ValueError(f"line {line} lacks a gpu, a count, a degree or a model")

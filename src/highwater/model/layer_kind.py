@@ -362,7 +362,7 @@ def _is_switched_off(config: Config, window: Window | None) -> bool:
 
 
 def _all_but_every(config: Config, layer: int, every: int | str | None) -> bool:
-    """All layers but every n-th one; n, or the field that holds it."""
+    """True for all layers but every n-th one; ``every``: n, or the field that holds it."""
     number = value_of(config, every) if isinstance(every, str) else every
     # transformers builds no model if this is no number; here every layer then has the window.
     return not isinstance(number, (int, float)) or number <= 0 or (layer + 1) % number != 0

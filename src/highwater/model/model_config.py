@@ -552,7 +552,7 @@ class ConfigSizes(NamedTuple):
         return float(cap)
 
     def layers_without_experts(self, mixture: Mixture) -> tuple[bool, ...]:
-        """For each layer, True if it has no experts: by ``mlp_layer_types``, else the first ones."""
+        """For each layer, True if it has no experts: by ``mlp_layer_types``, or the first ones."""
         layers, kinds = self.config["num_hidden_layers"], self.config.get("mlp_layer_types")
         if mixture.dense_layers and isinstance(kinds, list) and len(kinds) == layers:
             return tuple(kind == "dense" for kind in kinds)

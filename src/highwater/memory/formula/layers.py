@@ -95,7 +95,7 @@ class Step:
 
     @property
     def table_size(self) -> int:
-        """Parameters of the embedding, or of the head: V x E."""
+        """Parameters of the embedding alone, or of the head alone: V x E."""
         return self.shape.vocab_size * self.shape.hidden_size
 
     @property
