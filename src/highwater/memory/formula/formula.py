@@ -343,7 +343,7 @@ def _batch_bytes(step: Step) -> int:
 
 
 def _root_parameters(step: Step) -> int:
-    """Parameters of embedding and head alone: V x E each, once if tied or without a vocabulary."""
+    """Parameters of embedding and head only: V x E each, once if tied or the head gives scalars."""
     has_own_head = not step.shape.tied_embeddings and not step.settings.traits.gives_scalars
     return step.table_size * (2 if has_own_head else 1)
 
