@@ -1,6 +1,6 @@
 """Speed: predict how long a step takes, part by part, from its work and a GPU kind's rates.
 
-Overlaps are assumed where trials show them: one GPU takes the time of its kernels, or of the host's
+Parts overlap if trials show that they do: one GPU takes the time of its kernels, or of the host's
 launches of them, whichever is longer; exchanges between GPUs are added. Only H200s were measured;
 other kinds are assumed to reach the same shares of their data sheets, also in attention: cuDNN's
 kernels reach 61 % of an H200's FLOP/s, FlashAttention-2 50 to 73 % of an A100's
@@ -30,7 +30,7 @@ from highwater.nouns.sparse_pattern import kept_pairs
 
 Basis = Literal["measured", "scaled", "of_an_operator", "of_wide_heads"]
 """Origin of the rates: measured on this kind; an H200's, scaled by the data sheets' ratios; or
-these and what an H200 took in linear attention's operator, or in attention with wide heads."""
+these, with an H200's times of linear attention's operator, or of attention with wide heads."""
 MEASURED = "H200-141GB"
 _TFLOPS_OF_H200 = 989.0
 """Dense bf16 TFLOP/s of an H200, as in the catalog."""
@@ -51,7 +51,7 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "rest is by a GPU's rates: ten trials on H200s took 0.90 to 1.15 times as long; on other "
     "kinds all are scaled by data sheets (docs/results/families)",
 }
-"""Accuracy of predicted times, as notes say it."""
+"""Accuracy of predicted times, for notes."""
 
 
 class Sheet(Record, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class Sheet(Record, frozen=True, kw_only=True):
     name: str
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """One way, to the other GPUs of a machine: NVLink, or PCIe if there is none."""
+    """One way, to the other GPUs of a machine: NVLink, else PCIe."""
     host_bytes_per_s: float
     """One way, to and from pinned host memory: PCIe's nominal rate."""
     source: str
@@ -119,64 +119,64 @@ def rates_of(device_name: str) -> Rates | None:
 
 
 USUAL_MICRO_BATCHES = 2
-"""Micro-batches of a step if nothing else is given."""
+"""Micro-batches of a step by default."""
 _DELTA_S, _DELTA_BACKWARD_S = 0.39, 1.05
 """Seconds of the gated delta rule's passes over 262,144 tokens of a layer of Qwen3.5-9B on an H200:
 16 times what 16,384 took."""
 _DELTA_TOKENS, _DELTA_NUMBERS = 262_144, 4096
-"""Tokens that these are of, and numbers of its value heads."""
+"""Tokens of these seconds, and numbers per token of that layer's value heads."""
 _DELTA_LAUNCHES = 0.65
-"""The least share of these that is left for fewer heads: the host launches as much for them."""
+"""Least share of these seconds for fewer heads: the host launches as many kernels for them."""
 _LAUNCH_S, _SHARDED_LAUNCH_S = 0.009, 0.0135
-"""Seconds in which the host launches a layer's passes (forward, recomputed, backward), on one GPU
-and on several. Fitted to trials of 8,192 tokens."""
+"""Seconds for the host to launch a layer's passes (forward, recomputed, backward), on one GPU and
+on several. Fitted to trials of 8,192 tokens."""
 
 
 class KernelRates(NamedTuple):
-    """FLOP/s that attention reaches on an H200, over the pairs of token and key that it needs."""
+    """FLOP/s of attention on an H200, counting only the pairs of token and key that it needs."""
 
     forward: float
     backward: float
     half_rows: float = 0
-    """Rows of queries, of all heads, with which it is half as fast as with many."""
+    """Rows of queries, over all heads, at which the kernel has half its full speed."""
 
 
 _WIDE_HEADS = KernelRates(forward=143e12, backward=181e12, half_rows=260)
-"""Heads wider than fused kernels take, by blocks of matrix products. Source, as of the next:
-docs/results/families/gemma_times.ndjson, from 8,192 to 131,072 tokens."""
+"""Rates for heads wider than fused kernels support, by blocks of matrix products. Source, also of
+``_WINDOWS``: docs/results/families/gemma_times.ndjson, from 8,192 to 131,072 tokens."""
 _WINDOWS = KernelRates(forward=280e12, backward=185e12)
-"""Windows with heads of 256 numbers, the most that flash attention takes."""
+"""Rates for windows with heads of 256 numbers, the most that flash attention supports."""
 _UNLIKE_LAUNCHES, _UNLIKE_BYTES = 4.1, 75
-"""Gemma 4's layers: times as many launches as others', by two steps in which these decide; bytes
-moved forward per hidden number by what is no kernel of ours, by a step of E4B of 32,768 tokens."""
+"""Gemma 4's layers: launches as a multiple of other layers', from two steps that these decide; and
+bytes moved forward per hidden number outside our kernels, from a step of E4B of 32,768 tokens."""
 _FLEX_SHARE = 0.5
 """FlexAttention's FLOP/s as a share of the fused kernels'. Source: docs/results/attention."""
 _BACKWARD_PRODUCTS = 2.5
 """Matrix products of attention's backward pass, relative to the forward pass: five to two."""
 _COPIED_BYTES = 38
-"""Bytes moved forward per number of a token's copies: gathered, weighted in float32, put back in
-their order and summed. Fitted to a step of Gemma 4 26B-A4B; one of Qwen3.6-35B-A3B takes 0.97 times
-as long as with it, and 1.10 without."""
+"""Bytes moved forward per number of a token's copies for experts: gathered, weighted in float32,
+put back in order and summed. Fitted to a step of Gemma 4 26B-A4B; a step of Qwen3.6-35B-A3B takes
+0.97 times the time predicted with it, and 1.10 times that without."""
 _EMBEDDING_PASSES = 14
-"""Times that layers' own embeddings are read or written forward: looked up, projected, scaled both,
-normed, added and scaled again."""
+"""Number of times that layers' own embeddings are read or written forward: looked up, projected,
+both scaled, normed, added and scaled again."""
 _UPDATE_BYTES = 40
 """Bytes moved per parameter by clipping, AdamW and zeroing, in float32."""
 _CAST_BYTES = 20
-"""Bytes moved per parameter and micro-batch: cast from float32 twice, its gradient back."""
+"""Bytes moved per parameter and micro-batch: cast from float32 twice, and its gradient back."""
 _NARROW_BYTES = 8
-"""Bytes moved instead if parameters are in bfloat16: copied into place, twice."""
+"""Bytes moved per parameter instead if parameters are in bfloat16: copied into place, twice."""
 _LOW_BIT_TENSOR_S = 0.0009
 """Seconds in which the host updates one tensor with low-bit moments. Source: docs/results/lora."""
 _MOMENT_BYTES = 8
 """Bytes of both moments of a parameter, in float32."""
 _HOST_UPDATE_BYTES, _HOST_BYTES = 28, 25e9
-"""Bytes moved per parameter by AdamW on the host, and per second by each GPU's share of its cores.
+"""Bytes moved per parameter by AdamW on the host, and per second by the host's cores for each GPU.
 Source: what offload added to steps of 8B on two and four GPUs; hosts differ by several times."""
 
 
 class StepPart(Record, frozen=True, kw_only=True):
-    """One part of a step."""
+    """Time of one part of a step."""
 
     name: str
     seconds: float
@@ -187,7 +187,7 @@ class PredictedStep(Record, frozen=True, kw_only=True):
 
     parts: tuple[StepPart, ...]
     step_tokens: int
-    """Tokens of the step: every micro-batch of every data-parallel rank."""
+    """Tokens of the step: of every micro-batch and every data-parallel rank."""
     basis: Basis
 
     @property
@@ -202,16 +202,16 @@ class PredictedStep(Record, frozen=True, kw_only=True):
 
 
 class Cost(Record, frozen=True, kw_only=True):
-    """Time and money that training on some tokens takes."""
+    """Time and price of training on a number of tokens."""
 
     tokens: int
     time_s: float
     dollars: float | None
-    """None where nobody knows what such a GPU costs."""
+    """Price in dollars; None if the price of such a GPU is unknown."""
 
 
 def cost_of(tokens: int, step: PredictedStep, *, gpus: int, hour_dollars: float | None) -> Cost:
-    """The cost of so many tokens in such steps; ``hour_dollars``: of one GPU for an hour."""
+    """The cost of training on ``tokens``; ``hour_dollars``: price of one GPU for an hour."""
     time_s = tokens / step.tokens_per_s
     dollars = None if hour_dollars is None else hour_dollars * gpus * time_s / 3600
     return Cost(tokens=tokens, time_s=time_s, dollars=dollars)
@@ -226,7 +226,7 @@ class _Work(NamedTuple):
     moved_bytes: float = 0
 
     def plus(self, other: "_Work", times: float = 1) -> "_Work":
-        """Return the sum of both, with the other one taken ``times`` times."""
+        """Return the sum with the other work, taken ``times`` times."""
         return _Work(*(a + times * b for a, b in zip(self, other, strict=True)))
 
     def seconds(self, rates: Rates) -> float:
@@ -248,8 +248,8 @@ def predicted_step(
     micro_batches: int | None = None,
     attention_depth: int | None = None,
 ) -> PredictedStep | None:
-    """Predict the time of a step; None for a GPU kind of unknown rates. ``attention_depth`` is that
-    of a memory-only trial, whose other layers attend within short pieces.
+    """Predict the time of a step; None for a GPU kind with unknown rates. ``attention_depth``: in a
+    memory-only trial, the number of layers with whole attention; the others attend within pieces.
     """
     rates = rates_of(device_name)
     if rates is None:
@@ -301,10 +301,10 @@ def _basis(shape: ModelShape, rates: Rates) -> Basis:
 def _delta_s(
     shape: ModelShape, settings: Settings, layout: Layout, rates: Rates, *, tokens: float
 ) -> float:
-    """Seconds of a micro-batch in the operator of linear attention, over a ring's share of the
-    tokens of its sequences and a rank's share of the heads; its projections are elsewhere. It moves
-    memory. Around a ring every pass first asks what crosses a slice, which is taken as one more
-    forward pass: so it was on a CPU; one ring was timed (docs/results/families).
+    """Seconds of a micro-batch in the operator of linear attention, without its projections, for a
+    rank's part of the tokens (ring) and heads (Ulysses). Bound by memory bandwidth. In a ring, each
+    pass first computes the states that cross slices, counted as one more forward pass: as on a CPU;
+    one ring was timed (docs/results/families).
     """
     forwards, has_ring = 2 if settings.recompute == "layer" else 1, layout.ring_degree > 1
     policy = forwards * _DELTA_S + _DELTA_BACKWARD_S + has_ring * (forwards + 1) * _DELTA_S
@@ -329,7 +329,7 @@ def _micro_batch(
     whole: int,
 ) -> _Work:
     """Return the work of one GPU: every layer of every trained model, the head, earlier passes, and
-    copies of parameters. The last ``whole`` layers alone attend over whole documents.
+    copies of parameters. Only the last ``whole`` layers attend over whole documents.
     """
     tokens = sequences * length_tokens / layout.context_degree
     attended = _attended(shape, settings, length_tokens, sequences=sequences, whole=whole)
@@ -344,7 +344,7 @@ def _micro_batch(
     copies = _Work(moved_bytes=shape.parameters * cast_bytes if settings.lora is None else 0)
     trained = trained.plus(_head(shape, settings, tokens)).plus(copies)
     passes = 3
-    if settings.adapters is not None:  # a gradient only for adapters on what embeds for layers
+    if settings.adapters is not None:  # a gradient only for adapters on the layers' embeddings
         passes = 1 + (outer_adapter_parameters(shape, settings.adapters) > 0)
     trained = trained.plus(_layer_embeddings(shape, tokens), passes)
     beforehand = _forward_alone(shape, attended, tokens, layout)
@@ -381,7 +381,7 @@ def _attended(
 def _times_as_long(
     attention: AttentionKind, settings: Settings, length_tokens: int, *, sequences: int
 ) -> tuple[float, float]:
-    """How many times as long a pair takes as by the fused kernels' rates, forward and backward."""
+    """Time of a pair as a multiple of that by the fused kernels' rates, forward and backward."""
     is_wide = attention.head_dim > WIDEST_FUSED_HEAD
     has_window = attention.window_tokens is not None and attention.head_dim == WIDEST_FUSED_HEAD
     if settings.pattern is not None or not (is_wide or has_window):
@@ -398,8 +398,8 @@ def _times_as_long(
 
 
 def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> float:
-    """Pairs of token and key of one head and document, weighted by their cost to fused kernels; of
-    linear attention none.
+    """Pairs of token and key of one head and document, weighted by their cost relative to fused
+    kernels; 0 for linear attention.
     """
     if attention.delta is not None:
         return 0
@@ -411,9 +411,7 @@ def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> 
 
 
 def _layer(shape: ModelShape, kind: LayerKind, settings: Settings, tokens: float) -> _Work:
-    """Work of a layer beside its attention: forward, recomputed (except its last product), and
-    backward.
-    """
+    """Work of a layer without attention: forward, recomputed (but its last product), backward."""
     weights = kind.matmul_parameters
     is_recomputed = settings.recompute != "none"
     again = weights - kind.hidden_size * kind.mlp.width * kind.mlp.experts_per_token
@@ -433,8 +431,8 @@ def _layer(shape: ModelShape, kind: LayerKind, settings: Settings, tokens: float
 
 
 def _passed_bytes(kind: LayerKind, family: str) -> int:
-    """Bytes per token that norms, rotations, gates and residuals move forward, and a token's copies
-    for its experts where transformers' own code makes them; twice backward.
+    """Bytes per token that norms, rotations, gates and residuals move in a forward pass, and the
+    copies for experts if transformers' own code makes them; a backward pass moves twice as many.
     """
     attention, width = kind.attention, kind.mlp.width * kind.mlp.experts_per_token
     has_copies = kind.mlp.experts > 1 and family not in TILED_EXPERTS
@@ -459,9 +457,7 @@ def _head(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
 
 
 def _layer_embeddings(shape: ModelShape, tokens: float) -> _Work:
-    """Work of a forward pass for the embeddings that each layer has of its own, all layers' at
-    once: a table, a projection and a norm.
-    """
+    """Work of a forward pass for all layers' own embeddings: a table, a projection and a norm."""
     return _Work(
         matmul_flops=2 * tokens * sum(p.rows * p.row_size for p in shape.layer_tables[1:]),
         moved_bytes=2 * tokens * _EMBEDDING_PASSES * sum(p.rows for p in shape.layer_tables[1:]),
@@ -471,7 +467,7 @@ def _layer_embeddings(shape: ModelShape, tokens: float) -> _Work:
 def _forward_alone(
     shape: ModelShape, attended: list[tuple[LayerKind, int, _Work]], tokens: float, layout: Layout
 ) -> _Work:
-    """Work of a model's forward pass from which nothing is kept."""
+    """Work of a model's forward pass without a backward pass."""
     total = _layer_embeddings(shape, tokens)
     for kind, count, attention in attended:
         layer = _Work(
@@ -488,8 +484,8 @@ def _exchanged_bytes(
     shape: ModelShape, settings: Settings, layout: Layout, *, tokens: int
 ) -> float:
     """Bytes that a GPU receives in a micro-batch: parameters twice in bfloat16 and gradients once
-    in float32; in every pass heads for Ulysses, and for a ring keys and values, or of linear
-    attention what goes into a layer and comes out of it; states, 4 MB, are left out.
+    in float32; in every pass heads for Ulysses, and for a ring keys and values, or with linear
+    attention a layer's input and output; states, 4 MB, are left out.
     """
     shards, copies = layout.shard_degree, layout.replicate_degree
     trained = trained_parameters(shape, settings)
@@ -514,7 +510,7 @@ def _exchanged_bytes(
 
 
 def _over_pcie(shape: ModelShape, settings: Settings, layout: Layout, rates: Rates) -> float:
-    """Seconds of a micro-batch in which parameters come from the host and gradients go there."""
+    """Seconds of a micro-batch for copies of parameters from the host and gradients to it."""
     seconds = 0.0
     if settings.offloads_model:
         size = 4 if settings.lora is None else 2
@@ -528,8 +524,8 @@ def _over_pcie(shape: ModelShape, settings: Settings, layout: Layout, rates: Rat
 def _late_copies(
     shape: ModelShape, settings: Settings, rates: Rates, *, tokens: float, kernels_s: float
 ) -> float:
-    """Seconds of a micro-batch in which layers wait for activations on their way to the host, or
-    back: of a layer's kernels a quarter hides the way there, and the rest the way back.
+    """Seconds of a micro-batch in which layers wait for copies of activations to the host, or back:
+    a quarter of a layer's kernel time hides the copy there, and the rest the copy back.
     """
     plan, seconds = settings.activation_plan(shape.layers), 0.0
     if not plan.layers_on_host:

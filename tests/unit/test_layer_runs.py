@@ -221,7 +221,7 @@ def test_the_backward_peak_is_the_most_of_all_layers(shape, rung, layout, device
         on_their_way = (2 if layout.replicate_degree > 1 else 1) * reduced
         behind = sum(each.parameters for each in layers[number + 1 :])
         come = gradient_bytes * behind / layout.shard_degree
-        gathered_bytes = step.element * gathered + 4 * on_their_way
+        gathered_bytes = step.element_bytes * gathered + 4 * on_their_way
         return step.tokens * kept + own + gathered_bytes + come
 
     beside = last.bytes - of_layers(len(layers) - 1)
@@ -341,7 +341,7 @@ def test_layers_with_a_state_are_read_as_runs_between_those_that_attend(tmp_path
     assert state.delta is not None
     assert (state.channels, state.query_heads, state.kv_heads) == (8192, 32, 16)
     assert (softmax.is_gated, softmax.delta, softmax.query_size) == (True, None, 4096)
-    assert not shape.reads_everything
+    assert not shape.has_plain_attention
     kinds = ["full_attention", "linear_attention"]
     named = linear_model(tmp_path, num_hidden_layers=2, layer_types=kinds).shape
     assert [run.kind.attention.delta is None for run in named.runs] == [True, False]

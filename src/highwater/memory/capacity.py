@@ -1,4 +1,4 @@
-"""Capacity: the records of a prediction, of one cell and of a whole question."""
+"""Records of a prediction: of one cell (``CellPrediction``) and of a question (``Prediction``)."""
 
 from typing import Literal
 
@@ -18,8 +18,8 @@ from highwater.nouns.trainer import TrainerName
 from highwater.speed import Cost, PredictedStep
 
 Binding = Literal["device", "host", "rollout", "ceiling"]
-"""The reason why no longer length fits: a GPU's memory, the host's, a rollout engine's cache, or
-the end of the question."""
+"""The reason why no longer length fits: a GPU's memory, the host's, a rollout engine's KV cache, or
+that the grid ends (``ceiling``)."""
 
 TRACED_ACCURACY = (
     "the engine's own steps, traced, in a simulated allocator: whether it fits was told right of "
@@ -27,7 +27,7 @@ TRACED_ACCURACY = (
     "of them held out; the other ran out with 9 MiB to spare by its replay (docs/results/predict)"
 )
 PREDICTION_SCHEMA_VERSION = 1
-"""Version of the document that ``highwater predict --json`` prints, as it is written and read."""
+"""Version of the document that ``highwater predict --json`` prints."""
 NOT_MODELLED = (
     "tensor, pipeline and expert parallelism",
     "a rollout engine on the same GPU, unless `--rollout vllm` adds one, on paper",
@@ -36,19 +36,19 @@ NOT_MODELLED = (
 
 
 class MemoryLimit(Record, frozen=True, kw_only=True):
-    """The memory that a prediction is about."""
+    """The memory that training has, on each GPU and on the host."""
 
     device_bytes: int
-    """Bytes of one GPU, as its driver reports it, less what is reserved for others."""
+    """Bytes of one GPU, as its driver reports it, less what is reserved for other programs."""
     host_bytes: int | None = None
-    """Bytes of the machine's own memory; None: nobody knows."""
+    """Bytes of the host's memory; None: unknown, taken as unlimited."""
     usual_host: str | None = None
-    """The machine that usually has such GPUs, where its memory is taken because nobody said;
-    ``this machine`` where its own was read."""
+    """Name of the machine whose memory ``host_bytes`` is, if the user named none: one that usually
+    has such GPUs, or ``this machine``. None: the user gave ``host_bytes``, or it is unknown."""
     constants: MachineConstants | None = None
-    """Constants measured on the user's own GPUs; None: those that come along, read on H200s."""
+    """Constants measured on the user's own GPUs; None: the package's, read on H200s."""
     rollout: Rollout | None = None
-    """The engine that generates beside the training, or on GPUs of its own; None: none does."""
+    """The rollout engine, on the training's GPUs or on its own; None: without one."""
 
     @property
     def cublas_workspaces_bytes(self) -> tuple[int, ...]:
@@ -57,41 +57,39 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
 
 
 class CellPrediction(Record, frozen=True, kw_only=True):
-    """Predicted: what fits in one cell."""
+    """Prediction for one cell: the longest length that fits, and the memory of a step there."""
 
     cell: Cell
     capacity_tokens: int
-    """Longest length that leaves the headroom in question by the prediction itself, and whose upper
-    end fits, where there is an interval. 0: nothing on the grid does."""
+    """Longest length that leaves the headroom asked for by the prediction itself and, if there is
+    an interval, fits by its upper end. 0: no length on the grid does."""
     does_not_fit_tokens: int | None
-    """The next length, which does not; None where no longer one was asked about."""
+    """The next length of the grid, which does not fit; None if the grid ends before."""
     binding: Binding
     footprint: Footprint
-    """The footprint by formula, at the capacity; at the shortest length where nothing fits."""
+    """The footprint by formula at the shown length: the capacity, else the likely, or shortest."""
     headroom_bytes: int
-    """Bytes of a GPU that the prediction itself leaves, at that length: blocks that the allocator
-    would only keep count as left, since it gives them back before it fails. Below 0: bytes that are
-    lacking."""
+    """Bytes of a GPU that the prediction itself leaves at the shown length, below 0 if they lack.
+    Blocks that the allocator would only keep count as left: it gives them back before it fails."""
     lacks_bytes: int | None = None
     """Bytes of a GPU that the shortest length lacks, by its upper end; None: a length fits."""
     risk: Risk | None = None
-    """How sure it is that this length fits; None: by the prediction itself it does not."""
+    """How sure it is that the shown length fits; None: by the prediction itself it does not."""
     replayed: Replayed | None = None
-    """The traced steps, replayed in the allocator at that length; None for an answer by formula."""
+    """The traced step, replayed in the allocator at the shown length; None: answered by formula."""
     likely_tokens: int | None = None
-    """Longest length where the prediction itself fits, with no headroom: as likely too long as too
-    short, where a search is to begin. None in files from before there were intervals, where it is
-    the capacity."""
+    """Longest length that fits by the prediction itself, without headroom: as likely too long as
+    too short, where a search begins. None in older files without intervals: see the property."""
     interval: Interval | None = None
-    """Interval of the GPU's memory at that length; None where no recorded trials tell."""
+    """Interval of the GPU's memory at the shown length; None without recorded trials."""
     step: PredictedStep | None = None
-    """The time of a step there; None where nothing fits, for unknown rates and other trainers."""
+    """Time of a step at that length; None if nothing fits, or the time cannot be predicted."""
     is_on_frontier: bool = True
-    """Whether no other cell trains nearly as long in less time."""
+    """True if no other cell trains nearly as long in less time."""
 
     @property
     def likely_edge_tokens(self) -> int:
-        """``likely_tokens``; the capacity in files from before they were written."""
+        """``likely_tokens``; the capacity in files written without it."""
         return self.capacity_tokens if self.likely_tokens is None else self.likely_tokens
 
     @property
@@ -101,29 +99,29 @@ class CellPrediction(Record, frozen=True, kw_only=True):
 
     @property
     def device_used_bytes(self) -> int:
-        """Bytes that the driver would report as used of the GPU, at that length."""
+        """Bytes of the GPU that its driver would report as used, at the shown length."""
         if self.replayed is None:
             return self.footprint.device_used_bytes
         return self.replayed.peak_reserved_bytes + self.footprint.outside_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of a GPU that the step needs at its peak: what ``headroom_bytes`` leaves."""
+        """Bytes of a GPU that the step needs at its peak: all but ``headroom_bytes``."""
         return self.footprint.needed_bytes if self.replayed is None else self.device_used_bytes
 
     @property
     def peak_phase(self) -> str:
-        """Name of the phase in which the peak is."""
+        """Name of the phase that has the peak."""
         return self.footprint.peak.name if self.replayed is None else self.replayed.phase
 
 
 class Prediction(Record, frozen=True, kw_only=True):
-    """Predicted: a whole question, or all its cells at one length."""
+    """Prediction for a whole question, or for all its cells at one length."""
 
     schema_version: int = PREDICTION_SCHEMA_VERSION
     model_name: str
     config_digest: str | None = None
-    """Digest of the model's ``config.json``; None in files from before it was written."""
+    """Digest of the model's ``config.json``; None in files written without it."""
     native_length_tokens: int
     trainer: TrainerName
     gpus: int
@@ -131,35 +129,36 @@ class Prediction(Record, frozen=True, kw_only=True):
     device_bytes: int
     """Bytes of one GPU, as its driver reports it."""
     memory_limit: MemoryLimit = msgspec.field(name="room")
-    """The memory that the prediction is about; recorded predictions call it ``room``."""
+    """The memory that training has; recorded predictions call it ``room``."""
     margin_bytes: int = 0
-    """Headroom, in bytes, that a length has to leave of a GPU to count as one that fits."""
+    """Headroom asked for: bytes of a GPU that a length has to leave to count as one that fits."""
     length_tokens: int | None
     """The length that was asked about; None: the longest that fits was asked for."""
     cells: tuple[CellPrediction, ...]
     native: CellPrediction | None = None
-    """The simplest cell that trains the native length, there; None: none does, or one length was
-    asked about, or steps were traced."""
+    """The simplest cell that trains the native length, predicted at that length; None: no cell
+    does, or one length was asked about, or steps were traced."""
     yarn_factor: float | None = None
-    """Times that YaRN stretches positions at the longest length; None: it does not."""
+    """Factor by which YaRN stretches positions at the longest length; None: without YaRN."""
     cost: Cost | None = None
-    """What training at the length takes, where somebody asked and the answer's speed is known."""
+    """Time and price of a training at the length; None: not asked for, or the speed is unknown."""
     method: PredictionMethod = "formula"
     accuracy: str
     calibration: Calibration | None = None
-    """The trials that taught the intervals; None: there are no intervals."""
+    """The trials from which the intervals were learned; None: there are no intervals."""
     not_modelled: tuple[str, ...] = NOT_MODELLED
     notes: tuple[str, ...] = ()
 
     @property
     def has_default_headroom(self) -> bool:
-        """Whether a length has to leave the default headroom, no more and no less."""
+        """True if ``margin_bytes`` is exactly the default headroom."""
         return self.margin_bytes == default_headroom_bytes(self.device_bytes)
 
     @property
     def answer(self) -> CellPrediction | None:
-        """The simplest cell that trains the length, or that of the longest capacity; else the
-        roomiest that may fit without the default headroom; None where none does.
+        """The cell that answers the question: the simplest that trains the length asked about, or
+        the one with the longest capacity; else the one with the most room of those that may fit
+        without the default headroom; None if none may.
         """
         fitting = [cell for cell in self.cells if cell.capacity_tokens]
         if fitting and self.length_tokens:
@@ -175,7 +174,7 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def simplest(self) -> CellPrediction:
-        """The simplest cell at the native length, else at any; else the one to explain."""
+        """The simplest cell that trains the native length, else any length; else ``explained``."""
         fitting = (cell for cell in self.cells if cell.capacity_tokens)
         shortest = min(fitting, key=lambda each: simplicity(each.cell), default=self.explained)
         at_native = (each for each in self.cells if self.native and each.cell == self.native.cell)
@@ -183,12 +182,12 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def explained(self) -> CellPrediction:
-        """The cell to explain: the one that answers; where none does, the first."""
+        """The cell to explain: the answer; without one, the first cell."""
         return self.answer or self.cells[0]
 
 
 def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacity, ...]:
-    """Capacities of a prediction's cells; the headroom is named where it is not the default."""
+    """Capacities of a prediction's cells, with the headroom asked for if it is not the default."""
     kinds = {kind.name: kind.usable_bytes for kind in gpu_catalog()}
     limit_bytes = prediction.memory_limit.device_bytes
     is_whole = kinds.get(prediction.device_name, prediction.device_bytes) == limit_bytes

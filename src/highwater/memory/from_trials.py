@@ -1,4 +1,4 @@
-"""What a study's trials say of a candidate: does it fit, what is left, how long is a step."""
+"""Candidates by a study's trials: whether one fits, what it leaves, how long its step takes."""
 
 from collections.abc import Sequence
 from math import log
@@ -25,7 +25,7 @@ def obstacle(
     memory_limit: MemoryLimit,
     trainer: AnyTrainer = OURS,
 ) -> str | None:
-    """Why a study says nothing of a model on such GPUs, in words; None when it does."""
+    """Reason, in words, why a study does not count for a model on such GPUs; None if it does."""
     question, foreign = study.question, study.question.foreign
     theirs: AnyTrainer = OURS if foreign is None else foreign.trainer
     if theirs != trainer and foreign is not None:
@@ -52,7 +52,7 @@ def obstacle(
 
 
 def with_margin(study: Study, margin_bytes: int) -> Study:
-    """The study as if this margin had been asked for: each trial counts by the headroom it left."""
+    """The study as if this headroom had been asked for: a trial fits if it left that much."""
     if study.question.margin_bytes == margin_bytes:
         return study
     question = msgspec.structs.replace(study.question, margin_bytes=margin_bytes)
@@ -60,7 +60,7 @@ def with_margin(study: Study, margin_bytes: int) -> Study:
 
 
 def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:
-    """The candidate as the study's trials have it; None where they do not tell of this length."""
+    """The candidate as measured by the study's trials; None if they do not decide on the length."""
     if candidate.cell not in study.question.cells:
         return None
     capacities = cell_capacities(study, candidate.cell)
@@ -89,8 +89,8 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
 
 
 def step_time(study: Study, candidate: Candidate, length_tokens: int) -> StepTime | None:
-    """The time of a step, from the trial of the cell that trained the nearest length: measured
-    there, and elsewhere predicted at the same FLOP/s. None where no trial was timed.
+    """Time of a step at a length, from the cell's trial of the nearest length: measured if that is
+    the length itself, else predicted at the same FLOP/s. None if no trial was timed.
     """
     timed = [trial for trial in study.trials_of(candidate.cell) if _speed(trial)]
     if not timed:
@@ -115,7 +115,7 @@ def step_time(study: Study, candidate: Candidate, length_tokens: int) -> StepTim
 
 
 def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int) -> bool:
-    """Whether a full trial of this length, or of a longer one, trained it."""
+    """True if a full trial of this length, or of a longer one, trained it."""
     trained = any(
         trial.result is not None and trial.result.outcome is Outcome.FIT
         for trial in study.trials_of(capacities[0].cell)
@@ -127,7 +127,7 @@ def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int
 
 
 def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
-    """Which memory is too small: by the study's answer; before there is one, by the trials."""
+    """The memory that is too small, by the study's answer or, without one, by its trials."""
     answer = study.answer_of(cell)
     if answer is not None:
         return "host" if answer.limit == "host_memory" else "device"
@@ -137,8 +137,8 @@ def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
 
 
 def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None, int | None]:
-    """The headroom in bytes that the shortest fit of this length or above left, and that fit's
-    length: this length leaves no less. Without such a fit, the answer's; None where nobody knows.
+    """Headroom in bytes and length in tokens of the shortest fit that is at least this long: this
+    length leaves no less. Without such a fit, those of the study's answer; None if unknown.
     """
     fits = [
         (trial.spec.length_tokens, trial.result.headroom_bytes)
@@ -161,7 +161,7 @@ def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None,
 
 
 def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
-    """Bytes of the margin lacking at least, by the longest trial up to here; None if none tell."""
+    """Bytes of the headroom lacking at least, by the longest trial up to here; None if unknown."""
     told = [
         (trial.spec.length_tokens, trial.result)
         for trial in study.trials_of(cell)
@@ -178,7 +178,7 @@ def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
 
 
 def _speed(trial: RecordedTrial) -> float:
-    """Tokens a second of a trial that trained in full; 0 where nobody measured it."""
+    """Tokens per second of a trial that trained in full; 0.0 if it did not, or was not timed."""
     result = trial.result
     if result is None or result.outcome is not Outcome.FIT or trial.spec.is_memory_only:
         return 0.0

@@ -1,8 +1,8 @@
-"""Predictor: one protocol for every way to tell what a length takes in a cell, and the search for
-the longest length that fits, which is the same whoever tells.
+"""Predictor: one protocol for every way to predict the memory of a length in a cell, and the search
+for the longest length that fits, which is the same for all predictors.
 
-A predictor is asked for a length in a room, the bytes of a GPU that training has: a formula answers
-in closed form; a replay of a traced step finds out whether the allocator runs out there.
+A predictor gets a length and a room, the bytes of a GPU that training has: a formula answers in
+closed form; a replay of a traced step finds out whether the allocator runs out in that room.
 """
 
 from collections.abc import Callable
@@ -26,52 +26,52 @@ from highwater.memory.trace.replay import Alive, Replayed
 from highwater.nouns.study import HOST_KEPT, Cell, Question, Risk, default_headroom_bytes
 
 Asked = Literal["everything", "longest", "fit"]
-"""What is asked of a cell: all that is known; the longest length with its headroom; or that only
-where any length fits. The rest may be left out where it takes replays."""
+"""Extent of a cell's prediction: everything; the longest length with the headroom; or that by
+replays only if a length fits, else by formula, which is faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedPeak:
-    """Predicted: what one length takes of the fullest GPU, in the room that was named."""
+    """Predicted memory of one length on the fullest GPU, which has a room of so many bytes."""
 
     footprint: Footprint
     """Bytes by term, of the GPU and of the host, as the formula has them."""
     needed_bytes: int
-    """Bytes that a GPU has to have. At least those, where a replay ran out of the room."""
+    """Bytes that a GPU has to have; a lower bound if a replay ran out of the room."""
     fits: bool
-    """Whether the room holds them."""
+    """True if the room holds ``needed_bytes``, and the host its part."""
     replayed: Replayed | None = None
-    """The traced step, replayed in the allocator; None for an answer by formula."""
+    """The traced step, replayed in the allocator; None: answered by formula."""
     alive: Callable[[], tuple[Alive, ...]] | None = None
-    """Names what is alive at the peak, where ``replayed`` leaves that out to save time."""
+    """Returns the tensors alive at the peak, which ``replayed`` leaves out to save time."""
 
 
 class Predictor(Protocol):
-    """Tells what training takes at any length of one cell."""
+    """Predicts the memory of training at any length of one cell."""
 
     @property
     def formula(self) -> "FormulaPredictor":
         """The same cell by formula, which has the bytes by term and says where a search begins."""
         ...
 
-    def start(self, room_bytes: int, likely: int | None) -> int | None:
-        """Index of the length that most likely is the longest to fit, given that of the likely
-        longest, which leaves no headroom; None: nobody knows.
+    def start(self, room_bytes: int, likely_index: int | None) -> int | None:
+        """Grid index at which to begin the search for the longest length that fits the room.
+        ``likely_index``: the index found without headroom, if known. None: begin in the middle.
         """
         ...
 
     def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
-        """The peak of one length on a GPU with this much for training; None: without end."""
+        """The peak of one length on a GPU with this much for training; None: unlimited."""
         ...
 
 
 PredictorOf = Callable[[Question, Cell, MemoryLimit], Predictor]
-"""Gives the predictor of one cell of a question, on GPUs with this memory."""
+"""Makes the predictor of one cell of a question, on GPUs with this memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormulaPredictor:
-    """Tells by the formula of a trainer, in closed form."""
+    """Predicts by the formula of a trainer, in closed form."""
 
     closed_form: Formula
     question: Question
@@ -80,16 +80,16 @@ class FormulaPredictor:
 
     @property
     def formula(self) -> "FormulaPredictor":
-        """The formula is its own."""
+        """This predictor itself."""
         return self
 
-    def start(self, room_bytes: int, likely: int | None) -> int | None:
-        """Only at the likely longest: any length costs the same."""
+    def start(self, room_bytes: int, likely_index: int | None) -> int | None:
+        """``likely_index``: to predict costs the same at any length."""
         del room_bytes
-        return likely
+        return likely_index
 
     def at(self, length_tokens: int, room_bytes: int | None = None) -> PredictedPeak:
-        """Bytes by term; outside the allocator as measured on the user's own GPUs, if so."""
+        """Bytes by term; outside the allocator by the user's own constants, if there are any."""
         question, limit, settings = self.question, self.memory_limit, self.cell.settings
         place = question.model.shape, settings, self.cell.layout
         step = Step(*place, length_tokens, question.device, question.prompt_tokens)
@@ -105,8 +105,8 @@ class FormulaPredictor:
         fits = fits and found.fits_host(limit.host_bytes) and not found.lacks_for_rollout_bytes
         return PredictedPeak(footprint=found, needed_bytes=needed_bytes, fits=fits)
 
-    def sure_bytes(self, factors: Factors | None) -> int:
-        """The room for a prediction that leaves the headroom, and whose upper end fits."""
+    def most_needed_bytes(self, factors: Factors | None) -> int:
+        """The largest predicted need that leaves the headroom and whose upper end fits."""
         limit_bytes = self.memory_limit.device_bytes
         left_bytes = limit_bytes - self.question.margin_bytes
         if factors is None:
@@ -115,20 +115,20 @@ class FormulaPredictor:
 
 
 Replay = Callable[[int, int | None], tuple[Replayed, int]]
-"""Replays a step of a length, or of so many tokens, in this much for the allocator, as ``replay``
-does but for what is alive at the peak: the second value is how many events come before that."""
+"""Replays a step of a length, or of a number of tokens, in an allocator with this many bytes: as
+``replay`` does, without what is alive at the peak, but with the number of events before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """Replays of a step, each made once: one that gave nothing back is alike in larger rooms."""
+    """Replays of a step, each made once: without blocks given back, larger rooms change nothing."""
 
     replay: Replay
     _made: dict[tuple[int, int | None], tuple[Replayed, int]] = field(default_factory=dict)
     _roomy: dict[int, tuple[Replayed, int]] = field(default_factory=dict)
 
     def __call__(self, size: int, capacity_bytes: int | None) -> tuple[Replayed, int]:
-        """The replay in a room."""
+        """The replay of a length, or of a number of tokens, in an allocator with these bytes."""
         found = self._roomy.get(size)
         if found and (capacity_bytes is None or found[0].peak_reserved_bytes <= capacity_bytes):
             return found
@@ -143,26 +143,26 @@ class Replays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPredictor:
-    """Tells by replays of traced steps; the host's memory, and what no trace has, by formula."""
+    """Predicts by replays of traced steps; memory that no trace has, and the host's, by formula."""
 
     formula: FormulaPredictor
     replay: Replay
     """Replays a length."""
     alive: Callable[[int, int], tuple[Alive, ...]]
-    """The tensors that are alive after so many events of a length."""
+    """Returns the tensors alive in the step of a length, after a number of its events."""
     outside: tuple[Term, ...] | None = None
-    """Memory of the GPU that no trace has; None: as the formula has it."""
+    """Memory of the GPU outside the allocator, which no trace has; None: the formula's."""
     aim: Callable[[int], int] | None = None
-    """Where to begin, given the index of the longest length by formula; None: there."""
+    """Grid index at which to begin, given that of the longest length by formula; None: there."""
 
-    def start(self, room_bytes: int, likely: int | None) -> int | None:
-        """The longest length by formula, or what ``aim`` makes of it, which is done once."""
+    def start(self, room_bytes: int, likely_index: int | None) -> int | None:
+        """The longest length by formula; if there is ``aim``, ``likely_index`` or ``aim`` of it."""
         if self.aim is None:
             return longest(self.formula, room_bytes)
-        return self.aim(longest(self.formula, room_bytes)) if likely is None else likely
+        return self.aim(longest(self.formula, room_bytes)) if likely_index is None else likely_index
 
     def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
-        """The peak of a replay: near the end of its room an allocator takes less than elsewhere."""
+        """The peak of a replay in the room, near whose end an allocator keeps less than before."""
         footprint = self.formula.at(length_tokens).footprint
         if self.outside is not None:
             footprint = msgspec.structs.replace(footprint, outside=self.outside)
@@ -185,7 +185,7 @@ def predict_cells(
     calibration: Calibration | None = None,
     asked: Asked = "everything",
 ) -> tuple[CellPrediction, ...]:
-    """Every cell of the question, in its order; without a calibration by the prediction alone."""
+    """Predict every cell of the question, in its order; without a calibration, no intervals."""
     return tuple(
         predict_cell(
             predictor_of(question, cell, memory_limit),
@@ -199,66 +199,72 @@ def predict_cells(
 def predict_cell(
     predictor: Predictor, factors: Factors | None = None, asked: Asked = "everything"
 ) -> CellPrediction:
-    """The longest length with the headroom (by factors, its upper end), and the likely one."""
+    """Predict a cell: the longest length that leaves the headroom and (with factors) whose upper
+    end fits, and the longest that fits by the prediction alone.
+    """
     formula = predictor.formula
     question, whole_bytes = formula.question, formula.memory_limit.device_bytes
     grid, size = question.grid, max(1, question.size_of(formula.cell))
     if not formula.at(grid.length(1)).footprint.fits_host(formula.memory_limit.host_bytes):
         bound = predict_at(formula, grid.length(1), factors)
         return msgspec.structs.replace(bound, likely_tokens=0)
-    sure_bytes, likely = formula.sure_bytes(factors), None
-    if predictor is formula or asked == "everything" or sure_bytes == whole_bytes:
-        likely = longest(predictor, whole_bytes)
-    found = likely
-    if found is None or sure_bytes != whole_bytes:
-        found = longest(predictor, sure_bytes, likely=likely)
-    if not found and asked == "fit":
+    most_bytes, likely_index = formula.most_needed_bytes(factors), None
+    if predictor is formula or asked == "everything" or most_bytes == whole_bytes:
+        likely_index = longest(predictor, whole_bytes)
+    index = likely_index
+    if index is None or most_bytes != whole_bytes:
+        index = longest(predictor, most_bytes, likely_index=likely_index)
+    if not index and asked == "fit":
         predictor = formula
-    # where nothing leaves the headroom, what is told is of the longest that may fit
-    shown = found or likely or 1
-    told = _told(
-        *(predictor, grid.length(shown), factors),
-        room_bytes=sure_bytes if found else whole_bytes if likely else None,
+    # if no length leaves the headroom, the longest that may fit is shown
+    shown_index = index or likely_index or 1
+    predicted = _predicted_length(
+        *(predictor, grid.length(shown_index), factors),
+        room_bytes=most_bytes if index else whole_bytes if likely_index else None,
         is_whole=asked == "everything",
     )
-    if not found and shown > 1:
-        shortest = _told(predictor, grid.length(1), factors)
-        told = msgspec.structs.replace(told, lacks_bytes=shortest.lacks_bytes)
-    beyond = formula.at(grid.length(found + 1)).footprint if found < size else None
+    if not index and shown_index > 1:
+        shortest = _predicted_length(predictor, grid.length(1), factors)
+        predicted = msgspec.structs.replace(predicted, lacks_bytes=shortest.lacks_bytes)
+    beyond = formula.at(grid.length(index + 1)).footprint if index < size else None
     return msgspec.structs.replace(
-        told,
-        capacity_tokens=grid.length(found) if found else 0,
-        does_not_fit_tokens=grid.length(found + 1) if found < size else None,
+        predicted,
+        capacity_tokens=grid.length(index) if index else 0,
+        does_not_fit_tokens=grid.length(index + 1) if index < size else None,
         binding="ceiling" if beyond is None else _binding(beyond, formula.memory_limit),
-        likely_tokens=likely and grid.length(likely),
+        likely_tokens=likely_index and grid.length(likely_index),
     )
 
 
 def predict_at(
     predictor: Predictor, length_tokens: int, factors: Factors | None = None
 ) -> CellPrediction:
-    """Whether a length leaves the headroom in a cell; with factors, whether its upper end fits."""
+    """Predict one length of a cell: ``capacity_tokens`` is the length if it leaves the headroom and
+    (with factors) its upper end fits, else 0.
+    """
     formula = predictor.formula
-    told = _told(predictor, length_tokens, factors, room_bytes=formula.sure_bytes(factors))
-    has_host = told.footprint.fits_host(formula.memory_limit.host_bytes)
-    fits = told.lacks_bytes is None and has_host
+    predicted = _predicted_length(
+        predictor, length_tokens, factors, room_bytes=formula.most_needed_bytes(factors)
+    )
+    has_host = predicted.footprint.fits_host(formula.memory_limit.host_bytes)
+    fits = predicted.lacks_bytes is None and has_host
     return msgspec.structs.replace(
-        told,
+        predicted,
         capacity_tokens=length_tokens if fits else 0,
         does_not_fit_tokens=None if fits else length_tokens,
-        binding=_binding(told.footprint, formula.memory_limit),
-        risk=told.risk if has_host else None,
+        binding=_binding(predicted.footprint, formula.memory_limit),
+        risk=predicted.risk if has_host else None,
     )
 
 
 def _binding(footprint: Footprint, limit: MemoryLimit) -> Binding:
-    """The memory that is too small where this does not fit."""
+    """The memory that is too small for a footprint that does not fit."""
     if not footprint.fits_host(limit.host_bytes):
         return "host"
     return "rollout" if footprint.lacks_for_rollout_bytes else "device"
 
 
-def _told(
+def _predicted_length(
     predictor: Predictor,
     length_tokens: int,
     factors: Factors | None,
@@ -266,8 +272,8 @@ def _told(
     room_bytes: int | None = None,
     is_whole: bool = False,
 ) -> CellPrediction:
-    """What is predicted of a length, whatever is the longest; in no room it is one that does not
-    fit. ``is_whole``: with what is alive at the peak.
+    """Predict one length; the caller sets which is the longest. ``room_bytes`` None: the length is
+    known not to fit. ``is_whole``: name the tensors alive at the peak.
     """
     formula, peak = predictor.formula, predictor.at(length_tokens, room_bytes)
     question, limit_bytes = formula.question, formula.memory_limit.device_bytes
@@ -306,8 +312,8 @@ def _told(
 def _risk(
     formula: FormulaPredictor, footprint: Footprint, headroom_bytes: int, high_bytes: int
 ) -> Risk | None:
-    """How sure a length is that leaves ``headroom_bytes`` by the prediction itself, and needs
-    ``high_bytes`` by its upper end; None where not even the prediction fits.
+    """How sure it is that a length fits that leaves ``headroom_bytes`` by the prediction itself and
+    needs ``high_bytes`` by its upper end; None if not even the prediction itself fits.
     """
     limit = formula.memory_limit
     if headroom_bytes < 0 or footprint.lacks_for_rollout_bytes:
@@ -321,38 +327,38 @@ def _risk(
     return "safe" if headroom_bytes >= default_headroom_bytes(whole_bytes) else "likely"
 
 
-def longest(predictor: Predictor, room_bytes: int, *, likely: int | None = None) -> int:
-    """Index of the longest length that fits the room, 0 for none; ``likely`` as in ``start``."""
+def longest(predictor: Predictor, room_bytes: int, *, likely_index: int | None = None) -> int:
+    """Grid index of the longest length that fits the room, 0 if none; the rest as in ``start``."""
     formula = predictor.formula
     grid, cell = formula.question.grid, formula.cell
-    last, start = max(1, formula.question.size_of(cell)), predictor.start(room_bytes, likely)
+    end, start = max(1, formula.question.size_of(cell)), predictor.start(room_bytes, likely_index)
 
     def fits(index: int) -> bool:
         return predictor.at(grid.length(index), room_bytes).fits
 
-    for shortest, alike in formula.question.growing_ranges(cell, last):
-        # if not even the shortest of a range fits, none of it does
-        is_near = (start is None and alike == last) or shortest <= (start or 0) <= alike
-        found = edge(start if is_near else shortest, alike, fits, shortest=shortest)
+    for first, last in formula.question.growing_ranges(cell, end):
+        # if not even the shortest length of a range fits, none of the range does
+        is_near = (start is None and last == end) or first <= (start or 0) <= last
+        found = edge(start if is_near else first, last, fits, first=first)
         if found:
             return found
     return 0
 
 
-def edge(start: int | None, size: int, fits: Callable[[int], bool], *, shortest: int = 1) -> int:
-    """The last index, of ``shortest`` to ``size``, that fits below one that does not, 0 for none:
-    strides that double away from the start, then halves; halves alone without a start.
+def edge(start: int | None, last: int, fits: Callable[[int], bool], *, first: int = 1) -> int:
+    """The highest index from ``first`` to ``last`` that fits below one that does not, 0 if none:
+    strides that double away from ``start``, then bisection; without a start bisection alone.
     """
-    low, high, stride = shortest - 1, size + 1, 1
+    low, high, stride = first - 1, last + 1, 1
     index = (low + high) // 2 if start is None else start
     while high - low > 1:
         if fits(index):
             low = index
         else:
             high = index
-        if start is None or (low >= shortest and high <= size):
+        if start is None or (low >= first and high <= last):
             index = (low + high) // 2
         else:
-            index = min(low + stride, size) if low >= shortest else max(high - stride, shortest)
+            index = min(low + stride, last) if low >= first else max(high - stride, first)
         stride *= 2
-    return low if low >= shortest else 0
+    return low if low >= first else 0

@@ -1,4 +1,4 @@
-"""The question of a prediction: every rung and layout, on GPUs elsewhere, and their memory."""
+"""The question of a prediction: all settings and layouts on GPUs, here or not, and their memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -44,7 +44,7 @@ from highwater.speed import BASIS_IN_WORDS, MEASURED, cost_of, predicted_step, r
 from highwater.units import format_bytes, parse_memory
 
 ZERO_NOTE = "ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets"
-"""What predictions say where no law of DeepSpeed's is a trainer's, but shards are as large."""
+"""Note of a prediction with ZeRO-3 for a trainer whose formula has FSDP2 alone."""
 
 
 BY_SOURCE = {
@@ -52,7 +52,7 @@ BY_SOURCE = {
     "paged": "paged moments are predicted by the source of bitsandbytes 0.50.2, and were never "
     "measured: they count as host memory, though CUDA keeps them on the GPU where there is room",
 }
-"""What predictions say of settings that are read off a source, by their names."""
+"""Notes of predictions whose settings were read off a source, not measured, by their names."""
 
 
 def predicted_question(
@@ -62,7 +62,7 @@ def predicted_question(
     length_tokens: int | None,
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:
-    """Every rung, on a grid or at one length, with the default headroom; and its plan's notes."""
+    """The question with every rung, on a grid or at one length, and notes. Raises UsageError."""
     settings = {"headroom": default_headroom_bytes(where.device_bytes), **settings}
     lacks = TRAINERS[trainer].is_watched and TRAINERS[trainer].refused(["deepspeed"])
     is_zero = bool(lacks) and settings.get("deepspeed") == "zero3"
@@ -97,7 +97,7 @@ def predicted_question(
 
 
 def _refuse_no_length(length_tokens: int, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for one length beside a grid, and for one that trains nothing."""
+    """Raise UsageError if settings name a grid besides the length, or it is below 2 tokens."""
     for row in TOPICS["lengths"]:
         if row.name in settings:
             raise UsageError(f"one length, and a {row.words}", hint=f"leave `{row.flag}` out")
@@ -109,8 +109,8 @@ def _refuse_no_length(length_tokens: int, settings: Mapping[str, Any]) -> None:
 def _requests(
     model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> list[Request]:
-    """What is asked of each ladder: without offload and, unless the settings say, with that of the
-    moments alone and with that of everything; each again with the layers' activations on the host;
+    """One request for each ladder: without offload; then, unless the settings say, with the moments
+    on the host, and with all states there. Each also asks for activations on the host, and for
     every Ulysses degree that works.
     """
     refused = refused_settings(trainer, settings)
@@ -139,7 +139,7 @@ def _requests(
         "gpus": [where.gpus],
         **_default_degrees(model, where, trainer, settings),
         "device": "cuda",
-        "dry_run": True,
+        "dry_run": True,  # this machine is not checked; a finer grid past the native length
         **_copies_of_machines(where),
         **MEMORY[trainer].fixed_fields(settings),
     }
@@ -148,7 +148,7 @@ def _requests(
             f"the trainer {trainer} has its moments in host memory only with all the rest",
             hint="use `--offload`, or leave `--offload states` out",
         )
-    ladders = [{**common, **settings}]
+    asked = [{**common, **settings}]
     # other optimizers do not update on the host, and a model in nf4 does not come from there
     may_offload = settings.get("optimizer", "adamw") == "adamw"
     may_offload &= settings.get("lora_base", "bf16") == "bf16"
@@ -159,23 +159,23 @@ def _requests(
         is_sharded = {**offloaded, **settings}["strategy"] == "fsdp2"
         has_states = TRAINERS[trainer].offloads_states and settings.get("lora") is None
         kinds = ("states", True) if has_states and is_sharded else (True,)
-        ladders += [{**common, **offloaded, "offload": what, **settings} for what in kinds]
+        asked += [{**common, **offloaded, "offload": what, **settings} for what in kinds]
     if not is_native and not TRAINERS[trainer].refused(["activations"]):
-        ladders = [{"activations": "auto", **each} for each in ladders]
-    return [request_from(fields, keywords=True) for fields in ladders]
+        asked = [{"activations": "auto", **each} for each in asked]
+    return [request_from(fields, keywords=True) for fields in asked]
 
 
 def _copies_of_machines(where: Cluster) -> dict[str, Any]:
-    """One copy of the states on each machine, where they were named; nothing else."""
+    """Field ``copies``: one copy of the states on each machine; empty for a single machine."""
     return {"copies": [where.machines]} if where.machines > 1 else {}
 
 
 def _default_degrees(
     model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> dict[str, list[int]]:
-    """Every degree in which a trainer shares a sequence by itself: by heads, or round a ring."""
+    """Fields for the degrees that are tried if the user names none: of Ulysses, or of a ring."""
     rings, shape = TRAINERS[trainer].ring_objectives, load_model(model).shape
-    if rings is None or not shape.reads_everything:
+    if rings is None or not shape.has_plain_attention:
         return {"ulysses": _degrees(model, where, settings)}
     is_whole = where.is_several_machines or "ulysses" in settings or "copies" in settings
     objective = settings.get("objective", Settings().objective)
@@ -186,7 +186,7 @@ def _default_degrees(
 
 
 def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[int]:
-    """Every Ulysses degree that works on these GPUs; of several machines within one."""
+    """Every Ulysses degree that works on these GPUs; with several machines, within one machine."""
     shape = load_model(model).shape
     divisors = [degree for degree in range(1, where.gpus + 1) if where.gpus % degree == 0]
     works = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
@@ -215,7 +215,7 @@ def _ring_notes(
     settings: Mapping[str, Any],
     longest_tokens: int,
 ) -> tuple[str, ...]:
-    """That a ring shares sequences among more GPUs than heads do, where nobody named a degree."""
+    """A note that a ring shares sequences among more GPUs than Ulysses, if no degree was named."""
     if ring_obstacle(load_model(model).shape, longest_tokens) is not None:
         return ()
     is_named = "ulysses" in settings or "ring" in settings
@@ -233,7 +233,7 @@ def _ring_notes(
 
 
 def _hardware_notes(where: Cluster, cells: Sequence[Cell]) -> Iterator[str]:
-    """Notes on what nobody measured: several machines, and AMD's GPUs."""
+    """Notes on hardware that was never measured: several machines, and AMD's GPUs."""
     if any(cell.layout.is_several_machines for cell in cells):
         gpus = max(cell.layout.gpus for cell in cells)
         each = dict.fromkeys(cell.layout.machine_gpus for cell in cells)
@@ -257,7 +257,7 @@ def prediction_of(
     cells: tuple[CellPrediction, ...],
     **told: Any,
 ) -> Prediction:
-    """The document of predicted cells and what is known of their errors; ``told``: the rest."""
+    """The document of predicted cells; ``told``: its other fields, and a cost's amount, price."""
     is_one_length = told["length_tokens"] is not None
     cells, native = with_frontier(question, cells, is_one_length=is_one_length), None
     replayed, notes = sum(cell.replayed is not None for cell in cells), told.pop("notes")
@@ -301,14 +301,14 @@ def prediction_of(
 
 
 _GAIN = 1.2
-"""A slower cell has to train so many times as long as the one before it, or leave so much more."""
+"""Factor by which a slower cell on the frontier has to train longer, or to leave more memory."""
 
 
 def with_frontier(
     question: Question, cells: Sequence[CellPrediction], *, is_one_length: bool
 ) -> tuple[CellPrediction, ...]:
-    """The cells, each with whether it is on the frontier. Those that train nothing are not, unless
-    none trains anything; at one length what a cell leaves of a GPU stands for how long it trains.
+    """The cells, each with ``is_on_frontier``. A cell that trains no length is not, unless none
+    trains any; at one length, the memory that a cell leaves is compared, not its capacity.
     """
     pool = [cell for cell in cells if cell.capacity_tokens] or list(cells)
     reach = attrgetter("headroom_bytes" if is_one_length else "reach_tokens")
@@ -324,7 +324,7 @@ def with_frontier(
 
 
 def _token_s(question: Question, cell: Cell) -> float:
-    """Seconds of a token at the native length: an H200's for a kind whose rates nobody knows."""
+    """Seconds per token at the native length; an H200's for a kind of GPU with unknown rates."""
     name = question.device_name if rates_of(question.device_name) else MEASURED
     step = predicted_step(
         *(question.model.shape, cell.settings, cell.layout),
@@ -359,7 +359,7 @@ def with_most_share(
 def at_native(
     question: Question, limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
 ) -> CellPrediction | None:
-    """The simplest cell that trains the native length; None: none does, or lengths end before."""
+    """The simplest cell that trains the native length; None if none does, or the grid lacks it."""
     native = question.grid.native_length_tokens
     if not question.grid.start_tokens <= native <= question.grid.max_tokens:
         return None
@@ -371,8 +371,8 @@ def at_native(
 
 
 def placed(question: Question, machine: Machine) -> Cell:
-    """The fastest of a question's cells that fit by prediction (a dry run, in the host memory that
-    it names), else the one that lacks least of a GPU: in one trial what ``auto`` stands for.
+    """The cell that a single trial takes for ``auto``: the fastest that fits by prediction (a dry
+    run: in the host memory that it names), else the one that lacks the fewest bytes of a GPU.
     """
     memory_bytes = question.memory_bytes
     if len(question.cells) == 1 or memory_bytes is None:
@@ -395,8 +395,8 @@ def placed(question: Question, machine: Machine) -> Cell:
 
 
 def with_usual_host(limit: MemoryLimit, where: Cluster) -> MemoryLimit:
-    """The limit, with the host memory of this machine or of one that usually has such GPUs, where
-    nobody said. For more GPUs than any machine has it is that of the largest.
+    """The limit with the host memory of this machine, or of one that usually has such GPUs, unless
+    the user named some. For more GPUs than any machine has: that of the largest machine.
     """
     if limit.host_bytes is not None and limit.usual_host is None:
         return limit
@@ -417,8 +417,8 @@ def memory_limit_of(
     constants: MachineConstants | None = None,
     knows_host: bool = True,
 ) -> MemoryLimit:
-    """The memory of each GPU for training, and of the machine; where nobody said, and somebody
-    ``knows_host``, the usual one. UsageError where nothing is left, or for odd sizes.
+    """The memory of each GPU for training, and of the host: with ``knows_host``, the usual host's
+    if none is named. Raises UsageError if nothing is left of a GPU, and for sizes that are odd.
     """
     reserved_bytes = parse_memory(str(reserved))
     if reserved_bytes >= where.device_bytes:

@@ -1,8 +1,8 @@
-"""Tables of known capacities, and a trainer's predictions beside one, in steps of its grid.
+"""Tables of known capacities, and a trainer's predictions compared with one, in steps of its grid.
 
 A table is a CSV with the columns gpu, settings, gpus, sp, model, max_model_len (0: nothing fits;
-empty: unknown); others are not read. As questions, cells that are unknown are left out; as
-capacities they are said to be unknown.
+empty: unknown); other columns are ignored. ``read_capacity_table`` leaves unknown cells out;
+``table_capacities`` returns them, without a ``does_not_fit_tokens``.
 """
 
 import csv
@@ -35,7 +35,7 @@ _NOTHING_SET = Settings(
 _ENV = msgspec.structs.replace(_NOTHING_SET, allocator="expandable")
 _OFFLOAD = msgspec.structs.replace(_ENV, strategy="fsdp2", offload=True)
 PUBLISHED_TRAINER: TrainerName = "trinity"
-"""The trainer whose capacities the published tables have."""
+"""The trainer whose capacities are in the published tables."""
 PUBLISHED_SETTINGS: Mapping[str, Settings] = {
     "vanilla": _NOTHING_SET,
     "env": _ENV,
@@ -47,7 +47,7 @@ PUBLISHED_SETTINGS: Mapping[str, Settings] = {
 _COLUMNS = ("gpu", "settings", "gpus", "sp", "model", "max_model_len")
 
 _LONGEST_TOKENS = 16 * 1024**2
-"""Longest capacity that a table may hold: a guide has a row for each step up to it."""
+"""Longest capacity that a table may have: a guide page has a row for each step up to it."""
 
 
 class CapacityTable(Record, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class CapacityTable(Record, frozen=True, kw_only=True):
     questions: tuple[Question, ...]
     """One question for each GPU and model, its cells in the table's order."""
     capacity_tokens: dict[tuple[str, str, Cell], int]
-    """Capacities by GPU, model as the table names it, and cell; 0 where nothing fits."""
+    """Capacities by GPU, model as the table names it, and cell; 0 if nothing fits."""
 
     def known_tokens(self, question: Question, cell: Cell) -> int:
         """The capacity of a cell of one of the questions."""
@@ -80,9 +80,8 @@ def read_capacity_table(path: Path) -> CapacityTable:
 
 
 def table_capacities(path: Path) -> tuple[Capacity, ...]:
-    """What the capacity table in a CSV file says of each cell, in its order, the unknown cells too.
-    The next length of the published grid is known not to fit: that is where the published search
-    stopped. Errors as for ``read_capacity_table``.
+    """Capacities of the rows of a CSV file, unknown ones too. The next length of the published grid
+    is known not to fit: there the published search stopped. Raises as ``read_capacity_table``.
     """
     rows = _read_rows(path)
     models = {name: load_model(name) for name in dict.fromkeys(row.model_name for row in rows)}
@@ -90,7 +89,7 @@ def table_capacities(path: Path) -> tuple[Capacity, ...]:
 
 
 def rung_name(settings: Settings) -> str:
-    """What the published tables call these settings. Raises StopIteration for others."""
+    """Name of these settings in the published tables. Raises StopIteration for others."""
     return next(name for name, known in PUBLISHED_SETTINGS.items() if known == settings)
 
 
@@ -99,13 +98,13 @@ class _Row(NamedTuple):
     model_name: str
     cell: Cell
     tokens: int | None
-    """None where it is unknown."""
+    """Capacity; None if unknown."""
     line: int
-    """The line of the file that the row is on."""
+    """Number of the row's line in the file."""
 
     @property
     def place(self) -> tuple[str, str, Cell]:
-        """The GPU, the model and the cell that the row is about."""
+        """Key of the row: its GPU, model and cell."""
         return self.device_name, self.model_name, self.cell
 
 
@@ -128,7 +127,7 @@ def _capacity(row: _Row, model: Model, path: Path) -> Capacity:
 
 
 def _read_rows(path: Path) -> list[_Row]:
-    """Every row; raises UsageError for a file that is no such table, or has none."""
+    """Read every row of a table. Raises UsageError for another file, and for one without rows."""
     try:
         text = read_file(path, most_bytes=SETTINGS_BYTES).decode("utf-8-sig")
         reader = csv.DictReader(io.StringIO(text, newline=""))
@@ -150,7 +149,7 @@ def _read_rows(path: Path) -> list[_Row]:
 
 
 def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
-    """Raise UsageError for two rows that know a capacity of one place."""
+    """Raise UsageError if two rows have a capacity for the same GPU, model and cell."""
     seen: dict[tuple[str, str, Cell], _Row] = {}
     for row in (row for row in rows if row.tokens is not None):
         before = seen.setdefault(row.place, row)
@@ -167,7 +166,7 @@ def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
 
 
 def _row(row: Mapping[str, str | None], line: int) -> _Row:
-    """One row of the file; raises ValueError for none, UsageError for a degree that cannot be."""
+    """Read one row. Raises ValueError for an invalid row, UsageError for an impossible degree."""
     device_name, rung, gpus, sp, model_name, tokens = (row[column] for column in _COLUMNS)
     if not device_name or not model_name or gpus is None or sp is None:
         raise ValueError(f"line {line} lacks a gpu, a count, a degree or a model")
@@ -198,7 +197,7 @@ def _no_table(path: Path, why: str) -> UsageError:
 
 
 def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
-    """The question about the model as the table names it, which may be a directory."""
+    """The question for one GPU and model, with the name that the table has, which may be a path."""
     model = msgspec.structs.replace(load_model(model_name), name=model_name)
     native_tokens = model.shape.native_length_tokens
     return Question(
@@ -219,10 +218,10 @@ _Predict = Callable[[Question, MemoryLimit], tuple[CellPrediction, ...]]
 
 
 class SettingsAccuracy(Record, frozen=True, kw_only=True):
-    """How predictions of one rung of a known table compare with it."""
+    """Score of the predictions for one rung of a table."""
 
     settings: str
-    """The rung, as the table calls it."""
+    """Name of the rung in the table."""
     cells: int
     exact: int
     within_one_step: int
@@ -230,7 +229,7 @@ class SettingsAccuracy(Record, frozen=True, kw_only=True):
 
 
 class Miss(Record, frozen=True, kw_only=True):
-    """A cell whose prediction is not what the table has."""
+    """A cell whose predicted capacity differs from the table's."""
 
     settings: str
     device_name: str
@@ -243,7 +242,7 @@ class Miss(Record, frozen=True, kw_only=True):
 
 
 class TableAccuracy(Record, frozen=True, kw_only=True):
-    """A trainer's predictions beside a table of known capacities."""
+    """A trainer's predictions compared with a table of known capacities."""
 
     per_settings: tuple[SettingsAccuracy, ...]
     misses: tuple[Miss, ...]
@@ -251,15 +250,15 @@ class TableAccuracy(Record, frozen=True, kw_only=True):
     replayed_cells: int = 0
     """Cells that were answered by replay of a trace."""
     formula_cells: int = 0
-    """Cells that were answered by the closed form: all others."""
+    """Cells that were answered by the closed form: all but ``replayed_cells``."""
     closed_form: tuple[SettingsAccuracy, ...] = ()
-    """Scores of the closed form alone, where cells were replayed; empty where none was."""
+    """Scores of the closed form alone, for all cells, if any was replayed; else empty."""
 
 
 def table_accuracy(
     table: CapacityTable, trainer: TrainerName, memory_limits: Mapping[str, MemoryLimit]
 ) -> TableAccuracy:
-    """Predict every cell of a table, without intervals, and compare; limits by kind of GPU."""
+    """Predict every cell of a table, without intervals, and compare. ``memory_limits``: by kind."""
     row = MEMORY[trainer]
     by_formula = partial(predict_cells, predictor_of=row.by_formula)
     alone = _accuracy(table, trainer, memory_limits, by_formula)
@@ -279,8 +278,8 @@ def memory_limits_of(
     host_memory: str | int | None = None,
     reserved: str | int = 0,
 ) -> dict[str, MemoryLimit]:
-    """The memory of each kind of GPU in a table; a named one is of the kind that no catalog has, or
-    of the only kind. Raises UsageError where it is unknown, or one would stand for several.
+    """The memory of each kind of GPU in a table, by name. ``gpu_memory_bytes``: of the kind that is
+    not in the catalog, or the only kind. Raises UsageError for unknown memory or several kinds.
     """
     memories = {question.device_name: question.device_total_bytes for question in table.questions}
     if gpu_memory_bytes is not None:

@@ -1,4 +1,4 @@
-"""How each trainer's memory is predicted: what its module says, and what is made of that."""
+"""How each trainer's memory is predicted: ``MEMORY`` of its module, and predictions from that."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,11 +41,11 @@ class BundledReplay:
     """Traces that come with the package: their replay answers some cells instead of a formula."""
 
     covers: Callable[[ModelShape, Cell], bool]
-    """Whether there is a trace of a model's cell."""
+    """Returns whether there is a trace for a model's cell."""
     predictor: PredictorOf
-    """The replay of such a cell."""
+    """Makes the replay of such a cell."""
     accuracy: str
-    """What is known of its errors."""
+    """Sentence on the errors of such replays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,35 +55,35 @@ class TrainerMemory:
     formula: Formula
     """The trainer's memory in closed form."""
     accuracy: str
-    """What is known of the formula's errors, besides what intervals say."""
+    """Sentence on the formula's errors, besides the intervals."""
     of_adapters: str | None = None
-    """What is known besides of the formula's errors, of LoRA."""
+    """A further sentence on the formula's errors with LoRA."""
     residuals: Callable[[], tuple[Residual, ...]] | None = None
-    """Recorded trials of it, from which intervals are learned. None: nobody recorded any."""
+    """Returns residuals of recorded trials, to learn intervals from. None: no trials recorded."""
     learn: Callable[[Study, MachineConstants | None], tuple[Residual, ...]] | None = None
-    """What a user's own study of it teaches, given their constants. None: it is not run here."""
+    """Returns residuals of a user's own study, given their constants. None: no trial runs here."""
     is_timed: bool = False
-    """Whether the time of its steps is predicted."""
+    """True if the time of the trainer's steps is predicted."""
     replay: BundledReplay | None = None
     """Traces that answer some cells; None: every cell is answered by the formula."""
     fixed_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
-    """The fields of ``Request`` that all its trials have, given the others that were named."""
+    """Returns the fields of ``Request`` that all the trainer's trials have, given those named."""
     refuse: Callable[[TrialSpec, ModelShape], None] | None = None
-    """Raises UsageError for what it cannot be told. None: it is told anything."""
+    """Raises UsageError for a trial that the trainer's file cannot express. None: it has all."""
 
     def by_formula(self, *asked: *tuple[Question, Cell, MemoryLimit]) -> FormulaPredictor:
-        """The closed form of a question's cell, in a memory limit; of each length once."""
+        """The closed form for a question, cell and memory limit; each length is computed once."""
         return FormulaPredictor(cache(self.formula), *asked)
 
     def predictor(self, question: Question, cell: Cell, limit: MemoryLimit) -> Predictor:
-        """The bundled replay of a cell; its closed form where there is none, or a rollout."""
+        """The bundled replay of a cell; its closed form without a trace, or beside a rollout."""
         if self.replay and not limit.rollout and self.replay.covers(question.model.shape, cell):
             return self.replay.predictor(question, cell, limit)
         return self.by_formula(question, cell, limit)
 
 
 def _composed(memory: TrainerMemory, name: str) -> TrainerMemory:
-    """The memory of a trainer that composes another's step, and whose trials teach by its law."""
+    """Memory of trainer ``name``, which runs another's step: that one's, learned by own trials."""
     taught = partial(study_residuals, trainer=cast(TrainerName, name), formula=memory.formula)
     return replace(memory, learn=taught)
 
@@ -93,7 +93,7 @@ MEMORY: Mapping[TrainerName, TrainerMemory] = TrainerParts(TrainerName, "MEMORY"
 
 
 def refused_settings(trainer: TrainerName, named: Mapping[str, Any]) -> list[str]:
-    """The settings that a trainer does not take; what it always does may be named as well."""
+    """Names of the settings that a trainer does not take, but for those that it always has."""
     always = MEMORY[trainer].fixed_fields(named)
     refused = TRAINERS[trainer].refused(named)
     return [name for name in refused if name not in always or named[name] != always[name]]
@@ -107,15 +107,15 @@ def predict_by_formula(
     *,
     asked: Asked = "everything",
 ) -> tuple[CellPrediction, ...]:
-    """Every cell of a question, in its order: in closed form, or by replay of a bundled trace."""
+    """Predict every cell of a question, in its order, by closed form or by replay of a trace."""
     row = MEMORY[trainer]
     cells = predict_cells(question, memory_limit, row.predictor, known, asked)
     return tuple(_with_step(question, cell) for cell in cells) if row.is_timed else cells
 
 
 def predictor_of(question: Question, cell: Cell, usable_bytes: int) -> FormulaPredictor | None:
-    """By the formula of the trainer that is asked about; None for one without a formula of its own:
-    of its trials its configuration alone says which loss they have.
+    """Predictor by the formula of the question's trainer; None for a trainer without a formula of
+    its own: only its configuration says which loss its trials have.
     """
     memory_limit = MemoryLimit(device_bytes=usable_bytes, host_bytes=question.host_memory_bytes)
     trainer = OURS if question.foreign is None else predicted_trainer(question.foreign.trainer)
@@ -125,7 +125,7 @@ def predictor_of(question: Question, cell: Cell, usable_bytes: int) -> FormulaPr
 
 
 def _with_step(question: Question, cell: CellPrediction) -> CellPrediction:
-    """A cell that our engine trains, with the time of a step where it fits, if only just."""
+    """The cell with the time of a step, if a length fits or may fit."""
     may_fit = cell.capacity_tokens == 0 and cell.risk is not None
     length_tokens = cell.likely_edge_tokens if may_fit else cell.capacity_tokens
     if not length_tokens:
@@ -145,14 +145,14 @@ def calibration_of(
     method: PredictionMethod = "formula",
     own: Sequence[Residual] = (),
 ) -> Calibration | None:
-    """What a question's intervals are learned from; None where there are no trials, nor ``own``."""
+    """Calibration of a question's intervals; None without recorded trials and ``own`` residuals."""
     residuals = MEMORY[trainer].residuals
     bundled = residuals() if residuals else ()
     return calibrate(question, method, bundled=bundled, own=own) if bundled or own else None
 
 
 def replayed_cells(question: Question, trainer: TrainerName, limit: MemoryLimit) -> int:
-    """How many cells of a question are answered by replay: none beside a rollout."""
+    """Number of a question's cells that are answered by replay: 0 with a rollout."""
     replay, shape = MEMORY[trainer].replay, question.model.shape
     if replay is None or limit.rollout is not None:
         return 0
@@ -162,7 +162,7 @@ def replayed_cells(question: Question, trainer: TrainerName, limit: MemoryLimit)
 def accuracy(
     question: Question, trainer: TrainerName, replayed: int, known: Calibration | None
 ) -> str:
-    """What is known of the errors where ``replayed`` of the cells are answered by replay."""
+    """Sentence on the errors of predictions, ``replayed`` cells of which are answered by replay."""
     row, cells = MEMORY[trainer], question.cells
     alone = row.accuracy if known else f"{row.accuracy}; {_NO_INTERVAL}"
     if REGISTRY[trainer].trains_by is not None:
@@ -176,7 +176,7 @@ def accuracy(
 
 
 def by_replay(replayed: int, cells: int) -> str:
-    """How many of so many cells a replay answered, in words."""
+    """Note on how many of ``cells`` were answered by replay."""
     if not replayed:
         return f"no cell by replay of a trace that comes with the package: all {cells} by formula"
     others = "" if replayed == cells else ", the others by formula"

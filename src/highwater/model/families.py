@@ -1,10 +1,10 @@
-"""Families: a row of ``catalog/families.json`` for each kind of model that trains exactly, and what
-stands in the way of every other causal family of transformers.
+"""Families: a row of ``catalog/families.json`` for each family that trains exactly, and the reason
+why every other causal family of transformers does not.
 
-A family is trained once tests/dist/test_trained_families.py has found its loss and every gradient
-equal to its own class's, in each layout. Its row says what its layers are, and what its class takes
-for a field that ``config.json`` leaves out. All is known without torch, so that every command
-refuses before anything starts.
+A family counts as trained once tests/dist/test_trained_families.py has found its loss and every
+gradient equal to its own class's, in each layout. Its row describes its layers, and the defaults of
+its class for fields that ``config.json`` leaves out. This needs no torch, so that every command can
+refuse a model before anything starts.
 
 Source: ``MODEL_FOR_CAUSAL_LM_MAPPING_NAMES``, ``configuration_*.py`` and ``modeling_*.py`` of
 transformers 5.23; tests/unit/test_families.py and, of logits that a family scales and caps,
@@ -21,44 +21,43 @@ from highwater.nouns.codec import Record, packaged
 
 
 class Experts(Record, frozen=True, kw_only=True):
-    """Defaults of a mixture's class, if ``config.json`` has none; beside a number, its field."""
+    """Defaults of a mixture's class; a pair is a field of ``config.json`` and its default."""
 
     experts: int
-    """Experts of one layer."""
+    """Number of experts in one layer."""
     per_token: int
     width: int | None = None
-    """``moe_intermediate_size``; None where an expert is as wide as ``intermediate_size``, whatever
-    the config says."""
+    """Default of ``moe_intermediate_size``; None if experts always have ``intermediate_size``."""
     shared: tuple[str | None, int] = (None, 0)
-    """Experts that every token goes through, or the width of them all; of no field where the class
-    has always so many."""
+    """Number of experts that every token goes through, or the width of all of them; without a field
+    if the class has a fixed number."""
     dense_layers: tuple[str | None, int] = (None, 0)
-    """Layers without experts, at the front."""
+    """Number of layers without experts, at the front."""
     may_be_none: bool = False
-    """With 0 experts the class has the shared MLP alone."""
+    """True if 0 experts are allowed: then the class has the shared MLP alone."""
     lists_per_token: bool = False
-    """Experts of a token may be a list, a number for each layer."""
+    """True if experts per token may be a list, a number for each layer."""
     switch: str | None = None
-    """The field without which the class has one MLP, and with which it needs the sizes of experts,
-    that go beside this MLP."""
+    """The field that switches experts on, beside the one MLP that the class has without it; then
+    the sizes of experts are required."""
 
 
 class Window(Record, frozen=True, kw_only=True):
-    """Which layers attend within ``sliding_window``."""
+    """Rules for the layers of a family that attend within ``sliding_window``."""
 
     layers: str
-    """A rule of model/layer_kind.py: the layers if ``layer_types`` names none."""
+    """Name of a rule in model/layer_kind.py, for configs without ``layer_types``."""
     every: int | str | None = None
     """The number that the rule counts by, or the field that holds it."""
     reads_layer_types: bool = True
-    """False: the class takes the window for every layer, whatever ``layer_types`` says."""
+    """False: every layer has the window, whatever ``layer_types`` says."""
     has_mask_if_layers_slide: bool = False
-    """The class makes the window's mask only where a layer slides: without a window the others
-    cannot run, whatever their layers are."""
+    """True if the class makes the window's mask only if a layer slides; other classes always make
+    it, and cannot run without a window, whatever their layers are."""
     is_switched: bool = False
-    """The window is there only with ``use_sliding_window``."""
+    """True if the window needs ``use_sliding_window``."""
     ends_full: bool = False
-    """The last layer attends in full, whatever ``layer_types`` says."""
+    """True if the last layer attends in full, whatever ``layer_types`` says."""
 
 
 class LogitField(Record, frozen=True, kw_only=True):
@@ -68,101 +67,97 @@ class LogitField(Record, frozen=True, kw_only=True):
     does: Literal["times", "over", "cap"]
     """Multiplies logits, divides them, or caps them."""
     usual: float | None = None
-    """The class's number, where the config leaves the field out; None: no cap."""
+    """Default of the class, if the config leaves the field out; None: no cap."""
     takes_whole: bool = False
-    """True if the class takes a whole number."""
+    """True if the class accepts an integer."""
 
 
 class Family(Record, frozen=True, kw_only=True):
-    """One row."""
+    """One family: its layers, and the defaults of its class."""
 
     is_trained: bool = True
-    """False: a row of a family that is refused."""
+    """False: the family is refused."""
     defaults: Mapping[str, Any] = {}
-    """Fields whose default is not what their absence says elsewhere: as many key/value heads as
-    query heads, heads that share the hidden size, untied embeddings, no window, plain RoPE on a
-    base of 10,000."""
+    """Fields whose default differs from the usual: as many key/value heads as query heads, heads
+    that share the hidden size, untied embeddings, no window, plain RoPE on a base of 10,000."""
     needs: tuple[str, ...] = ()
-    """Fields that the class leaves at null, of which no model can be built."""
+    """Fields whose default is null in the class, and without which no model can be built."""
     other_names: Mapping[str, str] = {}
-    """Other names of fields, which the class reads too."""
+    """Other names of fields that the class also reads, by field."""
     only: Mapping[str, tuple[Any, ...]] = {}
-    """Fields by which the family has another head, other norms or other gates than its class was
-    compared with, and the values, beside null, that change nothing."""
+    """Fields that change the head, norms or gates from those that were compared, and the values,
+    besides null, that change nothing."""
     not_zero: tuple[str, ...] = ()
-    """Fields that no kernel computes with a value of 0: the scale of attention, experts whose
-    weights would be empty."""
+    """Fields that must not be 0: the scale of attention, sizes of experts' weights."""
     experts: Experts | None = None
-    """None if the class reads nothing about experts."""
+    """Defaults of the experts; None if the class reads no field about experts."""
     width_field: str = "intermediate_size"
     dense_width_field: str | None = None
-    """The field of the width of layers without experts, where it is not ``width_field``."""
+    """The field for the width of layers without experts, if not ``width_field``."""
     is_gated: bool = True
-    """The MLP has a gate."""
+    """True if the MLP has a gate."""
     window: Window | None = None
-    """None if no layer has a window, whatever the config says."""
+    """Rules for windows; None if no layer has a window, whatever the config says."""
     delta: Literal["apart", "joined"] | None = None
-    """Layers of ``linear_attention`` have a gated delta rule, whose gates have a product of their
-    own, or are in that of queries, keys and values; the others attend with gates. None: neither."""
+    """Product of the gates of the gated delta rule that layers of ``linear_attention`` have: apart,
+    or joined with queries, keys and values; other layers attend with gates. None: neither."""
     has_unlike_layers: bool = False
-    """Layers of full attention have heads of their own size, the last layers read keys and values
-    of earlier ones, and each layer may have an embedding of its own of every token."""
+    """True if layers of full attention have another head size, the last layers read keys and values
+    of earlier layers, and each layer may have its own embedding of every token."""
     caps_scores: bool = False
-    """Attention caps its scores at ``attn_logit_softcapping``."""
+    """True if attention caps its scores at ``attn_logit_softcapping``."""
     other_layers: Mapping[str, str] = {}
-    """Kinds of layers that the class may have beside full attention, and has no window beside;
-    what they are in words."""
+    """Kinds of layers that the class may have besides full attention, without windows, in words."""
     has_sinks: bool = False
-    """Every layer has learned numbers beside the keys."""
+    """True if every layer has learned sinks beside the keys."""
     dropout_field: str | None = None
-    """The field by which attention has dropout unless the config says otherwise."""
+    """The field of attention dropout that is above 0 by default."""
     logits: LogitField | None = None
-    """None if the softmax sees the head's product as it is."""
+    """The field that scales or caps logits; None if the softmax takes the head's product as is."""
     has_rope: bool = True
-    """False: positions are learned, fixed or none. A config.json tells nothing of it."""
+    """False: positions are learned, fixed or absent, which ``config.json`` does not say."""
     has_rope_by_layer: bool = False
-    """RoPE of its own for each kind of layer, whatever the config leaves out."""
+    """True if each kind of layer has its own RoPE, even if the config leaves it out."""
     rope_types: Mapping[str, tuple[str, ...]] | None = None
-    """Types of RoPE that the class takes, and the fields that each needs; None: all."""
+    """Types of RoPE that the class supports, and the fields that each needs; None: all types."""
     reads_rope_scaling: bool = True
-    """False: the class reads ``rope_parameters`` alone, and fills nothing in there."""
+    """False: the class reads only ``rope_parameters``, without filling in defaults."""
     saves_yarn: bool = True
-    """False: the config class takes no YaRN. It trains, and its saved model cannot be loaded."""
+    """False: the config class refuses YaRN, so that a model trains but cannot be loaded again."""
     unscalable: str | None = None
-    """A treatment of positions that YaRN cannot express."""
+    """In words: a treatment of positions that YaRN cannot express; None: there is none."""
     parts: Mapping[str, int] = {}
-    """Small parts of model/layer_kind.py in every layer, and how many of each; below 0 for norms
-    that it lacks."""
+    """Small parts in every layer, by their names in model/layer_kind.py, and the number of each;
+    below 0 for norms that the layer lacks."""
     parts_outside: int = 0
-    """Numbers outside the layers, in hidden sizes: the last norm's bias; below 0 where it has no
-    weight."""
+    """Parameters outside the layers, in hidden sizes: the last norm's bias; below 0: no weight."""
     more_positions: int | None = None
-    """Learned positions more than the native length; None: it has none."""
+    """Number of learned positions beyond the native length; None: positions are not learned."""
     switches: Mapping[str, Mapping[str, int]] = {}
-    """Fields that switch parts of every layer on."""
+    """Fields that switch parts of every layer on, and these ``parts``."""
     switched_on: tuple[str, ...] = ()
-    """Fields of ``switches`` that the class has on."""
+    """Fields of ``switches`` that are on by default."""
 
 
 class Wrapper(Record, frozen=True, kw_only=True):
-    """A class that reads images, too, and whose text model is one of a family that trains."""
+    """A multimodal class, which also reads images, whose text model is of a family that trains."""
 
     texts: Mapping[str, str]
-    """``model_type`` of its text model, and the family whose class computes the same of text."""
+    """``model_type`` of the text model, and the family whose class computes the same on text."""
     usual: str | None = None
-    """The text model's ``model_type`` where text_config names none."""
+    """``model_type`` of the text model if ``text_config`` names none."""
     is_flat: bool = False
-    """Files may have the text model's fields beside the others, and no text_config."""
+    """True if files may have the text model's fields at the top level, without a text_config."""
     is_tied: bool = False
-    """The class ties head and embedding where the config does not say."""
+    """True if the class ties head and embedding by default."""
     defaults: Mapping[str, Any] = {}
-    """Fields of the text model's class whose default is not that of the family."""
+    """Fields of the text model's class whose default differs from the family's."""
     unread: tuple[str, ...] = ()
-    """Fields that the family's class reads and the text model's does not."""
+    """Fields that the family's class reads, but not the text model's."""
 
 
 class _Refused(Record, frozen=True, kw_only=True):
-    """Families that cannot be trained exactly, why, and a hint."""
+    """Families that cannot be trained exactly, with the reason and a hint."""
 
     why: str
     instead: str = "use a model of a family that was compared, for example `highwater find " + (
@@ -182,26 +177,26 @@ _TABLE = packaged("model/catalog/families.json", _Table)
 FAMILY_ROWS = _TABLE.families
 WRAPPERS = _TABLE.wrappers
 TRAINED = frozenset(name for name, row in FAMILY_ROWS.items() if row.is_trained)
-"""Families whose training equals their own class's."""
+"""Families whose loss and gradients were found equal to their own class's."""
 REFUSED: Mapping[str, tuple[str, str]] = {
     name: (row.why, row.instead) for row in _TABLE.refused for name in row.families
 }
-"""Why a family cannot be trained exactly, in words, and a hint that works."""
+"""The reason why a family cannot be trained exactly, and a hint that works, by family."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
-"""Names that families give the same thing: experts of a layer, of a token."""
+"""Names of two fields in different families: experts of a layer, and experts of a token."""
 _NULL_SAYS = ("num_key_value_heads", "head_dim", "sliding_window", "attn_logit_softcapping")
-"""Fields where null is not the same as nothing: as the query heads, as they share the hidden size,
-no window, no cap."""
+"""Fields whose null is a value and not a missing field: as many as query heads, the hidden size
+over the heads, no window, no cap."""
 _PLAIN = Family()
 UNCOMPARED = ("nobody has compared it with its own class", _TABLE.refused[0].instead)
 _LEAST_FAMILY = 4
-"""Letters of a family that a name is told by: shorter ones begin other names too."""
+"""Least letters of a family that ``family_by_name`` finds: shorter ones begin other names, too."""
 
 
 def family_by_name(name: str) -> str | None:
-    """The family that a model's name begins as; None where that tells none, or where the names of
-    several begin alike: ``Llama-3.2-11B-Vision``.
+    """The family that a model's name begins with; None if it begins with none, or if models of
+    several families begin so: ``Llama-3.2-11B-Vision``.
     """
     known = {**{_letters(each): each for each in (*TRAINED, *WRAPPERS, *REFUSED)}, **_TABLE.names}
     said = _letters(name.rpartition("/")[2])
@@ -216,19 +211,19 @@ def _letters(name: str) -> str:
 
 
 def family_row(name: str) -> Family:
-    """The row of a family; one of nothing special for a family without."""
+    """The row of a family; a row of defaults for a family without one."""
     return FAMILY_ROWS.get(name, _PLAIN)
 
 
 def value_of(config: Mapping[str, Any], field: str) -> Any:
-    """The value of a field in a config, or else in its class; None if neither has one."""
+    """The value of a field in a config, else its default in the family; None without both."""
     if config.get(field) is not None or (field in config and field in _NULL_SAYS):
         return config[field]
     return family_row(config["model_type"]).defaults.get(field)
 
 
 def refuse_untrained(family: str, source: str, *, has_own_code: bool = False) -> None:
-    """Raise ModelError for a family that does not train exactly, or that nobody has compared."""
+    """Raise ModelError for a family that does not train exactly, or that was never compared."""
     if family in TRAINED:
         return
     if family in REFUSED:
@@ -246,28 +241,28 @@ def refuse_untrained(family: str, source: str, *, has_own_code: bool = False) ->
 
 
 _LEAST, _MOST = 1e-6, 1e6
-"""Factors and caps beyond these are no model's, and float32 does not hold their logits apart."""
+"""Range of factors and caps: no model has others, and float32 would not tell its logits apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """The softmax sees ``scale * x`` of a logit x, then ``cap * tanh(scale * x / cap)``. It
-    grows with x: the smallest and the largest logit stay the smallest and the largest.
+    """The transform of a logit x before the softmax: ``scale * x`` or, with a cap, ``cap * tanh(
+    scale * x / cap)``. It grows with x: the smallest and the largest logit stay so.
     """
 
     scale: float = 1.0
-    """More than 0."""
+    """Factor above 0."""
     soft_cap: float | None = None
-    """More than 0; what no logit exceeds either way. None: no cap."""
+    """Bound of a logit's magnitude, above 0. None: no cap."""
 
     @property
     def is_plain(self) -> bool:
-        """True if the softmax sees the head's product as it is."""
+        """True if the softmax takes the head's product as it is."""
         return self == PLAIN
 
 
 PLAIN = LogitTransform()
-"""The softmax sees the head's product as it is."""
+"""The transform that changes nothing."""
 
 
 def transforms(family: str, field: str) -> bool:
@@ -277,9 +272,9 @@ def transforms(family: str, field: str) -> bool:
 
 
 def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform:
-    """The transform that a config asks of its family's class; ``source`` names it in errors.
+    """The logit transform that a config sets; ``source`` names the config in errors.
 
-    Raises ModelError for a value with which the class makes no model, or no logits.
+    Raises ModelError for a value with which the class makes no model, or no usable logits.
     """
     rule = family_row(config["model_type"]).logits
     if rule is None:
@@ -294,7 +289,7 @@ def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform
 
 
 def _checked(value: Any, rule: LogitField, source: str) -> float:
-    """The value; raises ModelError for what is no number of the kind that the class takes."""
+    """Check a value. Raises ModelError unless it is a number of the kind that the class accepts."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     is_within = (is_whole or isinstance(value, float)) and _LEAST <= value <= _MOST
     if is_within and (rule.takes_whole or not is_whole):

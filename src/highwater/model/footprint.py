@@ -1,8 +1,7 @@
-"""Footprint: bytes that a trial holds for as long as it runs, on devices, on the host and on disk.
-A step's peak is in memory/formula/formula.py.
+"""Footprint: bytes that a trial holds all the time that it runs, on devices, on the host and on
+disk. The peak of a step is in memory/formula/formula.py.
 
-Also: model FLOPs of a training step, for MFU. Recomputation is not counted: it is overhead, not
-model work.
+Also: model FLOPs of a training step, for MFU, without recomputation, which is overhead.
 """
 
 from collections import Counter
@@ -37,9 +36,9 @@ they were freed."""
 GRADIENT_BYTES_PER_PARAMETER = 4
 """Bytes of a float32 gradient, included in ``STATE_BYTES_PER_PARAMETER``."""
 MOMENT_BYTES = 4
-"""Bytes of a moment in host memory, in float32."""
+"""Bytes per number of an AdamW moment in host memory: float32."""
 LEAST_PAGED = 100_000
-"""Numbers of a tensor from which its moments are paged."""
+"""Fewest numbers of a tensor whose moments bitsandbytes pages."""
 SHARDED_BYTES_PER_PARAMETER = 12
 """Bytes on disk for each parameter: float32 weights and both moments, also float32."""
 
@@ -57,13 +56,13 @@ class CheckpointBytes(NamedTuple):
 
 
 def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> CheckpointBytes:
-    """Bytes that a trial writes; Hugging Face weights count once, as each step overwrites them."""
+    """Bytes that a trial has on disk; each step overwrites the Hugging Face weights of the last."""
     return CheckpointBytes(
         sharded_bytes=(
             SHARDED_BYTES_PER_PARAMETER
             * (shape.parameters if settings.lora is None else trained_parameters(shape, settings))
             - _saved_by_moments(shape, settings)
-            - _saved_by_narrow(1, shape, settings)
+            - _saved_by_bf16(1, shape, settings)
             + 3 * _SAVED_TENSOR_BYTES * _adapter_tensors(shape, settings)
         )
         * settings.trained_models
@@ -81,7 +80,7 @@ def _hf_bytes(shape: ModelShape, settings: Settings, device: Device) -> int:
 
 
 def _adapter_tensors(shape: ModelShape, settings: Settings) -> int:
-    """Number of matrices of all adapters, which are so small that their entries in files count."""
+    """Number of matrices in all adapters, so small that files' metadata of each counts."""
     return sum(each.number for each in _adapters(shape, settings))
 
 
@@ -90,13 +89,13 @@ def device_state_bytes(
     shape: ModelShape, settings: Settings, *, device: Device, shards: int = 1
 ) -> int:
     """Bytes of parameters, gradients and both moments of every trained model at the peak, over all
-    ``shards`` devices that share them, counting each as if it had as many rows as the first; with
-    one micro-batch gradients exist only from the backward pass on.
+    ``shards`` devices that share them, counting each device as if it had as many rows as the first;
+    with one micro-batch gradients exist only from the backward pass on.
 
-    Offloaded, FSDP2 leaves nothing; FSDP1 a float32 gradient until the backward pass ends
-    (engine/parallel/fsdp1.py). If only states are offloaded, all but the moments stay. On the CPU
-    nothing is offloaded. A reward model outputs one number instead of logits, and has no head
-    unless that is the embedding; so does a critic, but it is counted as a whole model here.
+    With offload, FSDP2 leaves nothing on the device; FSDP1 a float32 gradient until the backward
+    pass ends (engine/parallel/fsdp1.py). With offload of states, all but the moments stay. On the
+    CPU nothing is offloaded. A reward model outputs one number instead of logits, and has no head
+    unless tied to the embedding; a critic also, but it is counted as a whole model here.
     """
     per_parameter = STATE_BYTES_PER_PARAMETER
     if settings.offloads_model and device == "cuda":
@@ -110,16 +109,16 @@ def device_state_bytes(
         frozen = element * (policy_parameters(shape, settings) + uneven)
         frozen -= saved_by_base(shape, settings.adapters, element=element)
     trained = per_parameter * (
-        trained_parameters(shape, settings) + _uneven(shape, settings, shards)
+        trained_parameters(shape, settings) + _padding(shape, settings, shards)
     )
-    saved = _saved_by_narrow(2, shape, settings, shards=shards)
+    saved = _saved_by_bf16(2, shape, settings, shards=shards)
     saved += _saved_by_moments(shape, settings, shards=shards) if per_parameter else 0
     return (frozen + trained - saved) * settings.trained_models
 
 
 @cache
 def trained_parameters(shape: ModelShape, settings: Settings) -> int:
-    """Trained parameters of the policy: all, or with adapters theirs and a reward model's head."""
+    """Trained parameters of the policy: all; with LoRA the adapters' and a reward model's head."""
     if settings.adapters is None:
         return policy_parameters(shape, settings)
     number = shape.hidden_size if settings.traits.gives_scalars else 0
@@ -129,10 +128,10 @@ def trained_parameters(shape: ModelShape, settings: Settings) -> int:
 @cache
 def gradient_bytes(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
     """Bytes of the gradients of every trained model, over all ``shards`` devices that share them,
-    counting each as if it had as many rows as the first.
+    counting each device as if it had as many rows as the first.
     """
-    parameters = trained_parameters(shape, settings) + _uneven(shape, settings, shards)
-    saved = _saved_by_narrow(1, shape, settings, shards=shards)
+    parameters = trained_parameters(shape, settings) + _padding(shape, settings, shards)
+    saved = _saved_by_bf16(1, shape, settings, shards=shards)
     return (GRADIENT_BYTES_PER_PARAMETER * parameters - saved) * settings.trained_models
 
 
@@ -143,25 +142,23 @@ def resting_state_bytes(shape: ModelShape, settings: Settings, layout: Layout) -
     return max(0, states - gradient_bytes(shape, settings, shards=shards)) // shards
 
 
-def _saved_by_narrow(
-    numbers: int, shape: ModelShape, settings: Settings, *, shards: int = 1
-) -> int:
-    """Bytes saved by bfloat16 against float32, for ``numbers`` numbers a parameter."""
+def _saved_by_bf16(copies: int, shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
+    """Bytes that bf16 saves against float32 in so many values (``copies``) of each parameter."""
     if settings.parameters != "bf16":
         return 0
     uneven = _beyond_even(_in_layers(shape), settings, shards)
-    return 2 * numbers * (policy_parameters(shape, settings) + uneven)
+    return 2 * copies * (policy_parameters(shape, settings) + uneven)
 
 
-def _uneven(shape: ModelShape, settings: Settings, shards: int) -> int:
-    """Trained parameters in layers that uneven shards add over all ``shards`` devices."""
+def _padding(shape: ModelShape, settings: Settings, shards: int) -> int:
+    """Numbers that uneven shards of the layers' trained parameters add, over all devices."""
     trained = _in_layers(shape) if settings.lora is None else _adapters(shape, settings)
     return _beyond_even(trained, settings, shards)
 
 
 def _beyond_even(every: Iterable[Matrices], settings: Settings, shards: int) -> int:
     """Numbers that ``shards`` devices would have in addition if each had as many rows of these
-    matrices as the first one: FSDP2 cuts rows, FSDP1 a unit's one flat tensor.
+    matrices as the first: FSDP2 cuts matrices by rows. 0 with FSDP1, which cuts one flat tensor.
     """
     if settings.strategy != "fsdp2":
         return 0
@@ -169,10 +166,10 @@ def _beyond_even(every: Iterable[Matrices], settings: Settings, shards: int) -> 
 
 
 def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
-    """Bytes that a model's moments save against float32, over all GPUs that share them."""
+    """Bytes that the optimizer's moments save against float32, over all GPUs that share them."""
     traits = settings.optimizer_traits
     if not traits.is_quantized:
-        parameters = trained_parameters(shape, settings) + _uneven(shape, settings, shards)
+        parameters = trained_parameters(shape, settings) + _padding(shape, settings, shards)
         return MOMENTS * (4 - traits.moment_bytes) * parameters
     saved = 0
     for number, rows, row_size in _trained_matrices(shape, settings):
@@ -183,9 +180,9 @@ def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1)
 
 
 def paged_bytes(shape: ModelShape, settings: Settings) -> int:
-    """Bytes of the moments of whole tensors that bitsandbytes' paged optimizers have in memory of
-    ``cudaMallocManaged``, outside PyTorch's allocator; of 8 bits the scales stay inside. Source:
-    ``get_state_buffer`` in bitsandbytes/optim/optimizer.py, 0.50.2.
+    """Bytes of the moments, of unsharded tensors, that bitsandbytes' paged optimizers have in
+    ``cudaMallocManaged`` memory, outside PyTorch's allocator; scales of 8-bit moments stay inside.
+    Source: ``get_state_buffer`` in bitsandbytes/optim/optimizer.py, 0.50.2.
     """
     large = (
         each.number * each.rows * each.row_size
@@ -199,11 +196,10 @@ def paged_bytes(shape: ModelShape, settings: Settings) -> int:
 def update_bytes(
     shape: ModelShape, settings: Settings, *, shards: int, device: Device = "cuda"
 ) -> int:
-    """Bytes that an update allocates on one device for the numbers that it moves at once, which are
-    the largest shard or a piece of it: two float32 numbers for each 8-bit code
-    (engine/training/low_bit.py); for moments in host memory the buffers that they pass through
-    (engine/training/host_states.py). On the CPU the update is not compiled, and each operation
-    makes a tensor.
+    """Bytes that an optimizer update allocates on one device for the numbers that it processes at
+    once, the largest shard or a piece of it: with 8-bit moments, two float32 numbers each
+    (engine/training/low_bit.py); with moments in host memory, the buffers that they pass through
+    (engine/training/host_states.py). On the CPU, not compiled, each operation makes a tensor.
     """
     every = (-(-rows // shards) * size for _, rows, size in _trained_matrices(shape, settings))
     if settings.offloads_states:
@@ -215,7 +211,7 @@ def update_bytes(
 
 
 def _trained_matrices(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
-    """Matrices of the policy, or of its adapters; a reward model has no head."""
+    """Trained matrices: the policy's, without a reward model's head, or the adapters'."""
     if settings.lora is not None:
         return _adapters(shape, settings)
     every = matrices(shape)
@@ -225,16 +221,16 @@ def _trained_matrices(shape: ModelShape, settings: Settings) -> tuple[Matrices, 
 
 
 _TWO_ATTENTIONS = ("diffllama",)
-"""Model types whose layers attend twice, with one half of the values each time, and keep what both
-return where recomputation leaves attention out."""
+"""Model types whose layers attend twice, with half of the values each time; both outputs are kept
+if attention is not recomputed."""
 
 
 def kept_by_recompute(
     kind: LayerKind, shape: ModelShape, settings: Settings, *, element: int
 ) -> int:
-    """Bytes per token that a recomputed layer keeps for its backward pass, of numbers of so many
-    bytes: its input, and what its attention returns if that is kept, the log-sum-exp in float32, or
-    of a delta rule the states.
+    """Bytes per token that a recomputed layer keeps for its backward pass; ``element``: bytes of a
+    number. Its input and, unless recomputed too, its attention's output, with the log-sum-exp in
+    float32, or a delta rule's states.
     """
     attention = kind.attention
     kept = element * kind.hidden_size
@@ -248,15 +244,16 @@ def kept_by_recompute(
 
 
 def policy_parameters(shape: ModelShape, settings: Settings) -> int:
-    """Parameters of the policy; a reward model has no head unless that is the embedding."""
+    """Parameters of the policy; a reward model has no head unless tied to the embedding."""
     has_no_head = settings.traits.gives_scalars and not shape.tied_embeddings
     return shape.parameters - has_no_head * shape.vocab_size * shape.hidden_size
 
 
 @cache
 def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
-    """Host memory of models, over all ranks of one machine: offloaded states, and the reference.
-    Besides pinned memory (``pinned_state_bytes``) offloading takes ordinary memory: with FSDP2 for
+    """Bytes of host memory of models, over all ranks of a machine: offloaded states, the reference.
+
+    Besides pinned memory (``pinned_state_bytes``) offload takes ordinary memory: with FSDP2 for
     gradients and both moments, with FSDP1 for the moments and the sum of the gradients. If only
     states are offloaded, all is pinned.
     """
@@ -270,9 +267,10 @@ def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -
 
 @cache
 def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
-    """Pinned host memory of models, over all ranks of one machine; part of ``host_state_bytes``.
-    Offloaded with FSDP2 it holds the parameters, one block for each tensor's shard; with FSDP1 the
-    parameters and the latest gradient, one block for each layer's shard. If only states are
+    """Bytes of pinned host memory of models, over all ranks of a machine; in ``host_state_bytes``.
+
+    With FSDP2's offload it holds the parameters, one block for each tensor's shard; with FSDP1's
+    the parameters and the latest gradient, one block for each layer's shard. If only states are
     offloaded it holds both moments, one block each for each tensor's shard. The reference is a
     bfloat16 model under FSDP2. PyTorch rounds a pinned block up to a power of two
     (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are not counted here.
@@ -300,7 +298,7 @@ def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout)
 
 
 def _pinned_units_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Pinned blocks of FSDP1: each layer's shard and the rest, for parameters and a gradient."""
+    """Bytes of FSDP1's pinned blocks, for parameters and a gradient: of each layer and the rest."""
 
     def block_bytes(parameters: int) -> int:
         return _pinned_bytes(4 * -(-parameters // layout.shard_degree))
@@ -311,10 +309,10 @@ def _pinned_units_bytes(shape: ModelShape, layout: Layout) -> int:
 
 @cache
 def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
-    """Host memory through which FSDP2's offloaded gradients pass, over all ranks of one machine,
-    besides that of the states.
+    """Bytes of host memory through which FSDP2's offloaded gradients pass, over all ranks of one
+    machine, besides that of the states.
 
-    A float32 pinned block for each tensor's shard: of a few layers, of the embedding and of the
+    A float32 pinned block for each tensor's shard of a few layers, of the embedding and of the
     head; a critic's gradients pass through the same blocks. Layers with tensors of equal sizes
     share blocks, whatever their attention; layers with experts and those without share none.
     Source: engine/parallel/offload.py; tests/gpu/test_gradient_offload.py compares.
@@ -388,17 +386,17 @@ def _pinned_bytes(requested: int) -> int:
 
 
 def layer_input_bytes(shape: ModelShape) -> int:
-    """Bytes per token of the inputs of all layers in bfloat16, which recomputation keeps."""
+    """Bytes per token of the inputs of all layers, in bfloat16, which recompute keeps."""
     return sum(2 * run.count * run.kind.hidden_size for run in shape.runs)
 
 
 def step_flops(shape: ModelShape, *, length_tokens: int, sequences: int, settings: Settings) -> int:
-    """Model FLOPs of a step over ``sequences`` documents of ``length_tokens`` each, causal
-    attention. Counts forward and backward of every trained model, and the passes that the objective
-    needs beforehand (the reference's, the critic's values), each a third of that. Each matmul
-    weight has 6 FLOPs per token, a frozen one 4, as its own gradient is not computed; attention of
-    every layer and document is added. Source: Chowdhery et al., PaLM, appendix B, but with only the
-    causal half counted, as FlashAttention does.
+    """Model FLOPs of a step over ``sequences`` documents of ``length_tokens`` each, with causal
+    attention. Counts forward and backward of every trained model, and the forward passes that the
+    objective needs beforehand (the reference's, the critic's values). Each matmul weight has 6
+    FLOPs per token, a frozen one 4, as its own gradient is not computed; attention of every layer
+    and document is added. Source: Chowdhery et al., PaLM, appendix B, but with only the causal half
+    counted, as FlashAttention does.
     """
     forward = 2 * shape.matmul_parameters
     linear = 3 * forward
@@ -427,8 +425,8 @@ def _attention_flops(
         return 3 * 2 * 2 * kept_pairs(pattern, length_tokens) * attention.query_size
     delta = attention.delta
     if delta is not None:
-        # What a state has for a key, its change and what it has for a query: a product each with
-        # D x V numbers of a head.
+        # Reading the state by key, updating it and reading it by query: one product each with the
+        # D x V numbers of a head's state.
         of_states = 3 * attention.query_size * delta.key_head_dim
         return 3 * 2 * length_tokens * (of_states + attention.channels * delta.taps)
     further_back = 0

@@ -1,12 +1,12 @@
-"""LayerKind: what one layer of a decoder is made of; a model's layers are runs of such kinds.
+"""LayerKind: the parts of one decoder layer; a model's layers are runs of such kinds.
 
-Whoever counts bytes or FLOPs sums over runs, ``count`` times what one layer of the kind has, and
-takes the most over kinds where one layer decides.
+Bytes and FLOPs are sums over runs, ``count`` times those of one layer of the kind, or maxima over
+kinds if one layer decides.
 
-Beside matrices and two norms a layer has small parameters, as its family's row says: biases, norms
-of heads and whatever else makes the number of parameters that of the family's own class.
+Besides matrices and two norms a layer has the small parameters of its family's row: biases, norms
+of heads and others, so that the number of parameters equals that of the family's own class.
 
-Windows: which layers of a family attend within ``sliding_window``, as transformers builds them.
+Windows: the layers of a family that attend within ``sliding_window``, as transformers builds them.
 
 Source: ``configuration_*.py`` and ``modeling_*.py`` of transformers 5.23; test_families.py and
 test_small_parameters.py below tests/unit compare every family with those that are installed.
@@ -27,79 +27,79 @@ Config = Mapping[str, Any]
 
 
 class Matrices(NamedTuple):
-    """Parameters of two dimensions or more that have one size."""
+    """Parameter tensors, of two or more dimensions, of the same size."""
 
     number: int
-    """The number of these parameters."""
+    """Number of these tensors."""
     rows: int
-    """Rows of one parameter, which FSDP2 cuts among GPUs."""
+    """Rows of one tensor, which FSDP2 divides among GPUs."""
     row_size: int
     """Numbers in one row."""
 
     def beyond_even(self, shards: int) -> int:
-        """Numbers that so many GPUs would have more if each had as many rows as the first one: it
-        has a row more where the rows are no multiple of the GPUs, and a row where they are fewer.
+        """Numbers that ``shards`` GPUs would have in addition if each had as many rows as the
+        first, which has its part rounded up.
         """
         return self.number * (-self.rows % shards) * self.row_size
 
 
 class DeltaKind(Record, frozen=True, kw_only=True):
-    """A gated delta rule in the place of softmax attention: heads with a state that goes along the
-    sequence, and a short convolution before them.
+    """A gated delta rule in place of softmax attention: heads with a state that is carried along
+    the sequence, and a short convolution before them.
     """
 
     key_head_dim: int
-    """Size of a query's and a key's head."""
+    """Head size of queries and keys."""
     taps: int
-    """Tokens that the convolution reads."""
+    """Number of tokens that the convolution reads."""
     joins_gate: bool = False
-    """One product gives queries, keys, values and gates; else the gates have one of their own."""
+    """True if one product gives queries, keys, values and gates; else the gates have their own."""
 
 
 class AttentionKind(Record, frozen=True, kw_only=True):
     """Attention of one layer: its heads, and how far back it reads.
 
-    With ``delta`` the query heads are those of values, and the key/value heads those of keys, of
-    another size, which queries have too.
+    With ``delta``, ``query_heads`` counts the heads of values, and ``kv_heads`` those of keys and
+    queries, which have another size, ``key_head_dim``.
     """
 
     query_heads: int
     kv_heads: int
     head_dim: int
     window_tokens: int | None = None
-    """Tokens that a token reads, itself and those before it; None where it reads all of them."""
+    """Window: number of tokens that a token reads, itself included; None: all earlier tokens."""
     has_sinks: bool = False
-    """A learned number for each query head takes part in the softmax, beside the keys."""
+    """True if a learned number for each query head joins the keys' scores in the softmax."""
     soft_cap: float | None = None
-    """Bound of a score's size; None if there is no cap."""
+    """Bound of a score's magnitude; None: no cap."""
     is_gated: bool = False
-    """Queries come with as many numbers that gate what attention returns."""
+    """True if the query projection also gives gates, of the same size, for the output."""
     delta: DeltaKind | None = None
-    """None for softmax attention."""
+    """The gated delta rule; None for softmax attention."""
     values_are_keys: bool = False
-    """Values are what keys are before their norm and RoPE: they have no projection."""
+    """True if values are the keys before their norm and RoPE, without their own projection."""
     reads_earlier_keys: bool = False
-    """Keys and values are those of the last earlier layer of its kind that has its own."""
+    """True if keys and values come from the last earlier layer of this kind that has its own."""
 
     @property
     def query_size(self) -> int:
-        """Numbers of all query heads, per token."""
+        """Numbers of all query heads, per token; of all value heads with a delta rule."""
         return self.query_heads * self.head_dim
 
     @property
     def key_size(self) -> int:
-        """Numbers of all key heads, and of all value heads but those of a delta rule, per token."""
+        """Numbers of all key heads, per token; without a delta rule, also of all value heads."""
         return self.kv_heads * (self.head_dim if self.delta is None else self.delta.key_head_dim)
 
     @property
     def channels(self) -> int:
         """Numbers per token of queries, keys and values together."""
         query, key = self.query_size, self.key_size
-        return query + 2 * key  # of a delta rule queries are as keys, and values as its outputs
+        return query + 2 * key  # with a delta rule, queries are sized as keys, values as outputs
 
     @property
     def matrices(self) -> tuple[tuple[int, bool], ...]:
-        """Projections: their outputs, or inputs where true, beside the hidden size."""
+        """Projections from or to the hidden size: the other size, and True if that is the input."""
         query, key, delta = self.query_size, self.key_size, self.delta
         if delta is None:
             into = ((query * (1 + self.is_gated), False), (key, False), (key, False))
@@ -111,8 +111,8 @@ class AttentionKind(Record, frozen=True, kw_only=True):
 
     @property
     def small_parameters(self) -> int:
-        """Parameters beside the projections: sinks; the convolution of a delta rule, two numbers a
-        head and the norm that all heads share.
+        """Parameters besides the projections: sinks; with a delta rule the convolution, two numbers
+        per head, and the norm that all heads share.
         """
         if self.delta is None:
             return self.query_heads if self.has_sinks else 0
@@ -120,26 +120,25 @@ class AttentionKind(Record, frozen=True, kw_only=True):
 
 
 class MlpKind(Record, frozen=True, kw_only=True):
-    """MLP of one layer: one for all tokens, or experts of which each token goes to a few."""
+    """MLP of one layer: one for all tokens, or experts, of which each token goes to a few."""
 
     width: int
-    """Width of the MLP, or of one expert where there are several."""
+    """Width of the MLP, or of one expert."""
     matrices: int = 3
-    """Weight matrices of the MLP, or of one expert: gate, up and down, or 2 where there is no
-    gate."""
+    """Weight matrices of the MLP, or of one expert: gate, up and down; 2 without a gate."""
     experts: int = 1
     experts_per_token: int = 1
     shared_width: int = 0
-    """Width of the MLP that every token goes through beside its experts; 0 where there is none."""
+    """Width of the shared MLP, which every token goes through besides its experts; 0: none."""
 
     @property
     def is_routed(self) -> bool:
-        """True if it has experts, be it one beside a shared MLP."""
+        """True if there are experts, even a single one beside a shared MLP."""
         return self.experts > 1 or self.shared_width > 0
 
     @property
     def plain_width(self) -> int:
-        """Width of the MLP that every token goes through; 0 where there are experts alone."""
+        """Width of the MLP that every token goes through; 0 if there are only experts."""
         return self.shared_width if self.is_routed else self.width
 
 
@@ -150,16 +149,16 @@ class LayerKind(Record, frozen=True, kw_only=True):
     attention: AttentionKind
     mlp: MlpKind
     embedding_size: int = 0
-    """Numbers of a token's embedding that this layer alone reads, through a gate; 0 for none."""
+    """Size of the layer's own embedding of a token, which it reads through a gate; 0: none."""
 
     @property
     def parameters(self) -> int:
-        """Parameters of the layer: matrices, both norms and sinks, no biases nor norms of heads."""
+        """Parameters of the layer: matrices, both norms and sinks, without biases or head norms."""
         return _parameters(self)
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied with: those of its own experts only, routers not."""
+        """Weights that one token is multiplied with: its own experts only, without the router."""
         mlp = self.mlp
         widths = mlp.width * mlp.experts_per_token + mlp.shared_width
         attention = sum(size for size, _ in self.attention.matrices)
@@ -168,11 +167,11 @@ class LayerKind(Record, frozen=True, kw_only=True):
 
     @property
     def matrices(self) -> tuple[Matrices, ...]:
-        """Every parameter of two dimensions or more."""
+        """Every parameter tensor of two or more dimensions."""
         return _matrices(self)
 
     def beyond_even(self, shards: int) -> int:
-        """Numbers that so many GPUs have more than the layer, where rows are uneven."""
+        """Numbers that ``shards`` GPUs have in addition to the layer's if its rows are uneven."""
         return _beyond_even(self, shards)
 
 
@@ -225,14 +224,14 @@ def _mlp_matrices(kind: LayerKind) -> tuple[Matrices, ...]:
 
 
 class LayerRun(Record, frozen=True, kw_only=True):
-    """Layers of one kind that follow one another."""
+    """Consecutive layers of one kind."""
 
     count: int
     kind: LayerKind
 
 
 def runs_of(layers: Iterable[tuple[int, LayerKind]]) -> tuple[LayerRun, ...]:
-    """Runs of these layers, counts of a kind in their order; neighbours of one kind are one run."""
+    """Runs of layers, given as counts and kinds in order; neighbours of one kind are joined."""
     return tuple(
         LayerRun(count=count, kind=kind)
         for kind, group in groupby(layers, key=lambda layer: layer[1])
@@ -247,7 +246,7 @@ def _qkv_biases(kind: LayerKind) -> int:
 
 
 def _softmax(kind: LayerKind) -> bool:
-    """True for a layer of softmax attention, which alone has biases and norms of heads."""
+    """True for softmax attention: a delta rule has no biases and no norms of heads."""
     return kind.attention.delta is None
 
 
@@ -259,7 +258,7 @@ def _mlp_biases(kind: LayerKind) -> int:
 
 
 def _plain_mlp_biases(kind: LayerKind) -> int:
-    """Biases of MLPs that every token goes through, where a family's experts have none."""
+    """Biases of the MLP that every token goes through, in families whose experts have none."""
     mlp = kind.mlp
     width = mlp.width if mlp.experts == 1 else mlp.shared_width
     return (mlp.matrices - 1) * width + kind.hidden_size * (width > 0)
@@ -289,7 +288,7 @@ _PARTS: Mapping[str, Callable[[LayerKind], int]] = {
     "head_gates": lambda kind: kind.hidden_size * kind.attention.query_heads,
     "wide_gates": lambda kind: kind.hidden_size * kind.attention.query_size,
 }
-"""Parameters that one layer of a kind has of each part that rows name."""
+"""Number of parameters of one layer in each part, by the names in ``Family.parts``."""
 
 
 def small_parameters(
@@ -300,8 +299,8 @@ def small_parameters(
     native_length_tokens: int,
     config: Config | None = None,
 ) -> int:
-    """Parameters of a model besides its matrices, two norms a layer and the last norm. They follow
-    the switches of ``config``; without one, or where it leaves them out, its class.
+    """Parameters of a model besides its matrices, two norms per layer and the last norm, by the
+    switches of ``config``; for switches that it leaves out, by the defaults of the class.
     """
     row, stated = family_row(family), config or {}
     parts = Counter(row.parts)
@@ -319,13 +318,13 @@ def small_parameters(
 
 
 def learned_positions(family: str, native_length_tokens: int) -> int:
-    """Positions that a model of the family has an embedding of; 0 where they are not learned."""
+    """Number of positions with a learned embedding in the family; 0 if they are not learned."""
     more = family_row(family).more_positions
     return 0 if more is None else native_length_tokens + more
 
 
 def slides(config: Config, layer: int) -> bool:
-    """True if a layer, counted from 0, attends within ``sliding_window``, if the config has one."""
+    """True if a layer, counted from 0, attends within ``sliding_window`` (if that is set)."""
     window, kinds = family_row(config["model_type"]).window, config.get("layer_types")
     if window is None or (window.ends_full and layer + 1 == config["num_hidden_layers"]):
         return False
@@ -336,13 +335,14 @@ def slides(config: Config, layer: int) -> bool:
 
 def refuse_missing_window(config: Config, source: str, *, some_slide: bool) -> None:
     """Raise ModelError for a config without the window that its layers or its class need.
-    transformers builds no such model, or one whose attention depends on its implementation.
+
+    transformers cannot build such a model, or its result depends on the attention implementation.
     """
     family, kinds = config["model_type"], config.get("layer_types")
     window = family_row(family).window
     off, is_null = _is_switched_off(config, window), value_of(config, "sliding_window") is None
     is_named = isinstance(kinds, list) and "sliding_attention" in kinds
-    # A family whose layers all have the window has full attention without one.
+    # A family whose layers all have the window has full attention if the window is null.
     by_layer = window is not None and window.reads_layer_types
     is_masked = by_layer and not (window and window.has_mask_if_layers_slide)
     is_needed = is_named or (by_layer and some_slide)
@@ -362,14 +362,14 @@ def _is_switched_off(config: Config, window: Window | None) -> bool:
 
 
 def _all_but_every(config: Config, layer: int, every: int | str | None) -> bool:
-    """All layers but every n-th one; n, or the field that holds it."""
+    """True for all layers but every n-th one; ``every``: n, or the field that holds it."""
     number = value_of(config, every) if isinstance(every, str) else every
-    # Of anything that is no number transformers builds no model; the window holds everywhere.
+    # transformers builds no model if this is no number; here every layer then has the window.
     return not isinstance(number, (int, float)) or number <= 0 or (layer + 1) % number != 0
 
 
 def _of_cohere_mixture(config: Config, layer: int, _: Window) -> bool:
-    """All but every n-th layer; those in front, without experts, are counted by themselves."""
+    """True for all layers but every n-th one; dense layers in front are counted separately."""
     before = config.get("first_k_dense_replace")
     before = before if isinstance(before, int) else 0
     if layer < before:
@@ -407,5 +407,4 @@ _RULES: Mapping[str, Callable[[Config, int, Window], bool]] = {
     "even_up_to_max_window_layers": _even_up_to_max_window_layers,
     "without_rope": _without_rope,
 }
-"""Rules by their names in a family's row: true if a layer, counted from 0, attends within the
-window."""
+"""Rules by their names in a family's row: True if a layer, counted from 0, has the window."""

@@ -1,6 +1,4 @@
-"""ModelShape and Model: what a Hugging Face ``config.json`` says about memory and time, read
-without transformers.
-"""
+"""ModelShape and Model: sizes in a Hugging Face ``config.json``, read without transformers."""
 
 from functools import lru_cache
 from typing import Any
@@ -32,7 +30,7 @@ from highwater.model.weight_files import refuse_quantised, unties
 from highwater.nouns.codec import Record
 
 _MOST_PARAMETERS = 10**15
-"""No model has more, and bytes of one that had would not fit into the 64 bits of a document."""
+"""No model has more parameters; with more, bytes would not fit into the 64 bits of a document."""
 STATE_BYTES_PER_PARAMETER = 16
 """float32: parameter, gradient and both moments of AdamW."""
 
@@ -41,8 +39,8 @@ class ModelShape(Record, frozen=True, kw_only=True):
     """The sizes of a decoder-only transformer. Source: the fields of the same meaning in
     ``config.json``.
 
-    Whoever counts something of layers reads ``runs``; the fields that describe layers are what
-    studies have recorded from the first version on.
+    Code that counts anything over layers reads ``runs``; the other fields about layers are those
+    that studies have recorded since the first version.
     """
 
     model_type: str
@@ -52,37 +50,36 @@ class ModelShape(Record, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     intermediate_size: int
-    """Width of the MLP; of one expert in a mixture of experts."""
+    """Width of the MLP, or of one expert in a mixture of experts."""
     vocab_size: int
     native_length_tokens: int
     """``max_position_embeddings``: the longest length the model was made for."""
     tied_embeddings: bool
-    """The head is the embedding: as the config says, unless the files hold both, and different
-    ones."""
+    """True if the head is the embedding: by the config, unless weight files hold different ones."""
     experts: int = 1
     experts_per_token: int = 1
     balanced_experts: bool = False
-    """The config asks for the routers' auxiliary loss, which keeps their probabilities."""
+    """True if the config enables the routers' auxiliary loss, for which probabilities are kept."""
     shared_expert_size: int = 0
-    """Width of the MLP that every token goes through beside its experts; 0 where there is none."""
+    """Width of the shared MLP, which every token goes through besides its experts; 0: none."""
     dense_layers: int = 0
-    """Layers of a mixture of experts that have one MLP in the place of experts."""
+    """Number of layers in a mixture of experts that have one MLP in place of experts."""
     dense_intermediate_size: int = 0
-    """Width of that MLP."""
+    """Width of the MLP of ``dense_layers``."""
     mlp_matrices: int = 3
-    """Weights of an MLP: gate, up and down, or 2 where there is no gate."""
+    """Weight matrices of an MLP: gate, up and down; 2 without a gate."""
     layer_runs: tuple[LayerRun, ...] | msgspec.UnsetType = msgspec.UNSET
-    """The layers, where the fields above cannot tell them: where some attend within a window,
-    beside sinks, with a cap or gates, or have a state along the sequence, or layers without experts
-    stand behind others. Else unset, and in no document."""
+    """The layers, if the fields above cannot describe them: layers with a window, sinks, a cap,
+    gates or a state along the sequence, or layers without experts behind others. Else unset, and
+    not written to documents."""
     layer_vocab_size: int | msgspec.UnsetType = msgspec.UNSET
-    """Rows of the table of every layer's own embeddings. Unset, and in no document, without."""
+    """Rows of the table of the layers' own embeddings. Without: unset, and not written."""
     small_parameters: int | msgspec.UnsetType = msgspec.UNSET
-    """Biases, norms of heads and the like, where the config switches some on or off that its class
-    has otherwise. Else unset, and in no document."""
+    """Number of biases, head norms and the like, if the config changes the defaults of its class.
+    Else unset, and not written to documents."""
 
     def __post_init__(self) -> None:
-        """Raise ModelError for runs of another number of layers, or of layers of another width."""
+        """Raise ModelError for runs with another number of layers, or of another hidden size."""
         runs = self.layer_runs
         if runs is msgspec.UNSET:
             return
@@ -101,20 +98,20 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def window_tokens(self) -> int | None:
-        """The shortest window: the longest document that every layer attends to whole. None where
-        no layer has a window.
+        """The shortest window in tokens: the longest document that every layer attends to as a
+        whole. None if no layer has a window.
         """
         windows = (run.kind.attention.window_tokens for run in self.runs)
         return min((window for window in windows if window is not None), default=None)
 
     @property
     def caps_scores(self) -> bool:
-        """True if some layer caps the scores of its attention, which no fused kernel does."""
+        """True if any layer caps its attention scores, which no fused kernel supports."""
         return any(run.kind.attention.soft_cap is not None for run in self.runs)
 
     @property
-    def reads_everything(self) -> bool:
-        """True if every layer reads all earlier tokens: no window, no sinks, no cap, no state."""
+    def has_plain_attention(self) -> bool:
+        """True if every layer has plain causal attention: no window, sinks, score cap or state."""
         kinds = (run.kind.attention for run in self.runs)
         return not any(
             each.window_tokens or each.has_sinks or each.soft_cap or each.delta for each in kinds
@@ -122,18 +119,18 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def delta(self) -> AttentionKind | None:
-        """Layers of a gated delta rule; None where there are none."""
+        """The attention of the layers with a gated delta rule; None without such layers."""
         kinds = (run.kind.attention for run in self.runs)
         return next((each for each in kinds if each.delta is not None), None)
 
     @property
     def parameters(self) -> int:
-        """Parameters of a decoder of this shape, as many as its own class in transformers has."""
+        """Number of parameters, the same as in the family's own class in transformers."""
         return _parameters(self)
 
     @property
     def parameters_outside_layers(self) -> int:
-        """Parameters of embedding, head and the last norm."""
+        """Parameters of embedding, head, the last norm, and the layers' own embeddings."""
         tables = 1 if self.tied_embeddings else 2
         of_layers = sum(each.rows * each.row_size for each in self.layer_tables)
         a_norm = self.runs[0].kind.embedding_size
@@ -141,8 +138,8 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def layer_tables(self) -> tuple[Matrices, ...]:
-        """What the layers' own embeddings are read from, all layers' side by side: a table of
-        tokens, and a projection of the first layer's input.
+        """The tables of the layers' own embeddings, with all layers' side by side: one by token,
+        and one that projects the first layer's input. Empty without such embeddings.
         """
         if self.layer_vocab_size is msgspec.UNSET:
             return ()
@@ -152,12 +149,12 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def widest_head(self) -> int:
-        """Numbers of the widest head of any layer."""
+        """Largest head size of any layer."""
         return max(run.kind.attention.head_dim for run in self.runs)
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied with: layers, routed experts only, and the head."""
+        """Weights that one token is multiplied with: in layers, of its own experts; of the head."""
         in_layers = sum(run.count * run.kind.matmul_parameters for run in self.runs)
         projected = sum(each.rows * each.row_size for each in self.layer_tables[1:])
         return in_layers + projected + self.vocab_size * self.hidden_size
@@ -179,7 +176,7 @@ def _parameters(shape: ModelShape) -> int:
 
 @lru_cache(maxsize=256)
 def _runs_by_sizes(shape: ModelShape) -> tuple[LayerRun, ...]:
-    """The runs of a shape that states none: layers without experts, then the others."""
+    """The runs of a shape without ``layer_runs``: layers without experts, then the others."""
     usual = LayerKind(
         hidden_size=shape.hidden_size,
         attention=AttentionKind(
@@ -203,32 +200,30 @@ class Model(Record, frozen=True, kw_only=True):
     """A model that can be trained: its name, its directory and its shape."""
 
     name: str
-    """Last component of the path or of the Hub's id, or the catalog name; the name in tables and
-    log paths."""
+    """Name in tables and log paths: last part of the path or of the Hub's id, or the catalog's."""
     directory: str
-    """Absolute path that holds ``config.json``, and maybe ``*.safetensors``."""
+    """Absolute path of the directory with ``config.json``, and maybe ``*.safetensors``."""
     config_digest: str
     """Digest of the parsed ``config.json``: two paths with one digest are one model."""
     shape: ModelShape
     own_rope_scaling: bool
-    """The config brings RoPE scaling of its own."""
+    """True if the config has RoPE scaling of its own."""
     rope: bool = True
-    """Its positions are RoPE, which can be scaled past the native length."""
+    """True if positions are RoPE, which can be scaled past the native length."""
     text_of: str | msgspec.UnsetType = msgspec.UNSET
-    """Multimodal family of which this is the text model; unset, and in no document, elsewhere."""
+    """Multimodal family whose text model this is; else unset, and not written to documents."""
 
 
 def load_model(name: str) -> Model:
-    """The model of a directory with ``config.json``, of an id on the Hugging Face Hub such as
-    ``Qwen/Qwen2.5-7B-Instruct``, or of a catalog name such as ``Qwen3-0.6B``; where it is looked
-    for, model/model_place.py says.
+    """Load a model by a directory with ``config.json``, an id on the Hugging Face Hub such as
+    ``Qwen/Qwen2.5-7B-Instruct``, or a catalog name such as ``Qwen3-0.6B``; model/model_place.py
+    says where it is looked for.
 
-    Raises ModelError when there is none, when the config lacks a field that training needs, or when
-    the weights beside it are quantised, incomplete or no model's (model/weight_files.py). What is
-    read of them is their headers.
+    Raises ModelError if there is none, if the config lacks a field that training needs, or if the
+    weight files, by their headers, are quantised, incomplete or no model's (model/weight_files.py).
     """
     place = model_place(name)
-    # what comes along with the package never changes
+    # models in the package never change
     return _kept(place) if place.opened_as is None else _read(place)
 
 
@@ -255,11 +250,11 @@ _kept = lru_cache(maxsize=None)(_read)
 
 
 def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
-    """The shape in a parsed ``config.json``; ``source`` names it in errors. What it lacks is as its
-    class in transformers has it.
+    """The shape in a parsed ``config.json``; ``source`` names the config in errors. Missing fields
+    have the defaults of the class in transformers.
 
-    Raises ModelError for missing fields, sizes that cannot be, encoder-decoder models, and those
-    that read more than text.
+    Raises ModelError for missing fields without a default, impossible sizes, encoder-decoder models
+    and models that read more than text.
     """
     family = trained_family(config, source)
     sizes = ConfigSizes(config, source)
@@ -296,7 +291,7 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
 
 
 def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -> None:
-    """Raise ModelError for more experts a token than there are, and for sizes of no model."""
+    """Raise ModelError if tokens go to more experts than there are, or sizes are no model's."""
     if shape.experts_per_token > shape.experts > 1:
         names = (name for name in EXPERTS_PER_TOKEN if config.get(name) is not None)
         raise ModelError(
@@ -311,7 +306,7 @@ def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -
 
 
 def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:
-    """The layers as the config names them, which sizes alone may not tell."""
+    """The layers by all fields of the config, which may differ from those by sizes alone."""
     dense = sizes.layers_without_experts(sizes.mixture())
     without, usual = shape.runs[0].kind, shape.runs[-1].kind
     has_unlike = family_row(shape.model_type).has_unlike_layers
@@ -331,7 +326,7 @@ def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:
 
 
 def _with_switches(shape: ModelShape, config: dict[str, Any]) -> ModelShape:
-    """The shape with its small parameters, where the config switches some."""
+    """The shape with ``small_parameters`` set if the config changes the defaults of its class."""
     usual, own = (
         small_parameters(
             shape.model_type,

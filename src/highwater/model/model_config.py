@@ -1,7 +1,7 @@
-"""Fields of a model's ``config.json``, read without transformers and refused by name where they
-cannot be.
+"""Fields of a model's ``config.json``, read without transformers; impossible values are refused by
+the field's name.
 
-``source`` is the file's path in what is said.
+``source`` is the file's path for error messages.
 """
 
 import json
@@ -34,17 +34,17 @@ MIN_FIELDS = (
 """Fields that every config has to have."""
 
 TEXT_OF = "text_of"
-"""Field of what is read: the multimodal family whose text model this is."""
+"""Field added by ``read_config``: the multimodal family whose text model this is."""
 ATTENTION_LAYERS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers that only attend, to whole documents or within a window."""
 DELTA_LAYER = "linear_attention"
-"""What configs call layers of a gated delta rule."""
+"""Name of layers with a gated delta rule in ``layer_types``."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logits_scaling", "logit_scale", "output_multiplier_scale"), (1,)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), ()),
     **dict.fromkeys(("use_bidirectional_attention", "alibi", "lm_head_bias"), (False,)),
 }
-"""Fields that change logits or attention, and the values, beside null, that change nothing."""
+"""Fields that change logits or attention, and their values, besides null, that change nothing."""
 _DROPOUT = {
     **dict.fromkeys(
         ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"),
@@ -55,11 +55,11 @@ _DROPOUT = {
 _OF_TEXT = "use a decoder-only language model of text, for example `highwater find Qwen3-0.6B`"
 _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 10_000
-"""No model has a size or as many layers beyond these; layers are read one by one."""
+"""Most layers of a model, which are read one by one; no model has more, or a larger size."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A parsed ``config.json``; raises ModelError for one that cannot be read."""
+    """Parse a ``config.json``. Raises ModelError if it cannot be read."""
     try:
         config = json.loads(read_file(path, most_bytes=CONFIG_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
@@ -74,16 +74,16 @@ def read_config(path: Path) -> dict[str, Any]:
     if str(config.get("model_type")) in WRAPPERS:
         return _text_model(config, str(path))
     if config.get("model_type") == "mistral" and "layer_types" in config:
-        config["model_type"] = "ministral"  # as transformers' AutoConfig has it
+        config["model_type"] = "ministral"  # as transformers' AutoConfig does
     kinds = config.get("layer_types")
-    if isinstance(kinds, list):  # as transformers renames it in every config
+    if isinstance(kinds, list):  # transformers renames this kind in every config
         config["layer_types"] = ["full_attention" if k == "attention" else k for k in kinds]
     return config
 
 
 def _text_model(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """The config of a multimodal wrapper's text model, as the family has it that computes the same
-    of text alone: with text, the positions of a multimodal RoPE are equal, and it is a plain one.
+    """The config of a multimodal wrapper's text model, converted to the family that computes the
+    same on text: with text alone, multimodal RoPE has equal positions, and is plain RoPE.
     """
     name, row = config["model_type"], WRAPPERS[config["model_type"]]
     text = config.get("text_config", {**config, "model_type": row.usual} if row.is_flat else None)
@@ -95,7 +95,7 @@ def _text_model(config: dict[str, Any], source: str) -> dict[str, Any]:
         )
     tied = config.get("tie_word_embeddings")
     tied = row.is_tied if tied is None else tied
-    if row.is_flat:  # whose class forwards it
+    if row.is_flat:  # a flat class forwards the field to its text model
         tied = tied or text.get("tie_word_embeddings") or False
     found = {**row.defaults, **{k: v for k, v in text.items() if k not in row.unread}}
     for field in ("rope_scaling", "rope_parameters"):
@@ -109,7 +109,7 @@ def _text_model(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def config_digest(config: dict[str, Any], source: str) -> str:
-    """The digest that names a config, wherever it lies; raises ModelError for what is no text."""
+    """The digest of a config's content. Raises ModelError for texts that are not Unicode."""
     try:
         return digest(config)
     except (UnicodeEncodeError, RecursionError) as error:
@@ -120,8 +120,8 @@ def config_digest(config: dict[str, Any], source: str) -> str:
 
 
 def trained_family(config: dict[str, Any], source: str) -> str:
-    """The config's ``model_type``; raises ModelError, by that name, for a family or for features
-    that do not train exactly, and for fields that are missing.
+    """The config's ``model_type``. Raises ModelError for a family or for features that do not train
+    exactly, and for missing fields, by their names.
     """
     family = _family_of_text(config, source)
     refuse_untrained(family, source, has_own_code=has_own_code(config))
@@ -138,7 +138,7 @@ def trained_family(config: dict[str, Any], source: str) -> str:
 
 
 def _refuse_layers(config: dict[str, Any], source: str) -> None:
-    """Raise ModelError for layers, logits or attention that are not as their class has them."""
+    """Raise ModelError for layers, logits or attention that differ from the compared ones."""
     if config["model_type"] in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
         _refuse_dense_layers(config, source)
     refuse_features(config, source)
@@ -154,12 +154,12 @@ def _refuse_layers(config: dict[str, Any], source: str) -> None:
 
 
 def has_own_code(config: Mapping[str, Any]) -> bool:
-    """True if a config names code that came with the model, which nothing here ever runs."""
+    """True if a config names code of the model's own (``auto_map``), which is never run here."""
     return bool(config.get("auto_map"))
 
 
 def _family_of_text(config: dict[str, Any], source: str) -> str:
-    """The ``model_type`` of a decoder that reads text alone."""
+    """The ``model_type`` of a decoder that reads text alone. Raises ModelError for other models."""
     family = config.get("model_type")
     if not isinstance(family, str) or not family:
         said = "has no model_type" if family is None else f"has the model_type {family!r}"
@@ -192,7 +192,7 @@ def _family_of_text(config: dict[str, Any], source: str) -> str:
 
 
 def _obstacle(text_config: dict[str, Any], source: str) -> str | None:
-    """Why a text model would not train alone; fields that it lacks are its class's."""
+    """Reason why a text model would not train alone; None if it would."""
     try:
         refuse_untrained(str(text_config.get("model_type")), source)
         _refuse_layers(text_config, source)
@@ -202,7 +202,7 @@ def _obstacle(text_config: dict[str, Any], source: str) -> str | None:
 
 
 def _refuse_dense_layers(config: dict[str, Any], source: str) -> None:
-    """Raise ModelError for a Qwen mixture with layers without experts: nobody compared it."""
+    """Raise ModelError for a Qwen mixture with layers without experts, which was never compared."""
     for field, neutral in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         value = config.get(field, neutral)
         if value is not None and value != neutral:
@@ -215,7 +215,7 @@ def _refuse_dense_layers(config: dict[str, Any], source: str) -> None:
 
 
 def refuse_features(config: Mapping[str, Any], source: str) -> None:
-    """Raise ModelError for a config by which logits or attention are not the plain ones."""
+    """Raise ModelError for a config whose logits or attention have unsupported features."""
     family, row = config["model_type"], family_row(config["model_type"])
     _refuse_other_sizes(config, source)
     for field, neutral in {**_NEUTRAL, **row.only}.items():
@@ -255,9 +255,9 @@ def _unsupported(
 
 
 def _refuse_other_sizes(config: Mapping[str, Any], source: str) -> None:
-    """Raise ModelError for matrices between the hidden size and another one, before an OPT's
-    embedding and head, and where Helium's heads together are of another size; and for layers of a
-    Laguna that have other numbers of query heads, which nobody has compared with its own class.
+    """Raise ModelError for sizes that were never compared with the family's own class: OPT's
+    embeddings of another size than the hidden one, Helium's heads that together have another size,
+    and layers of Laguna with different numbers of query heads.
     """
     family, hidden = config["model_type"], config.get("hidden_size")
     heads, head_dim = config.get("num_attention_heads"), value_of(config, "head_dim")
@@ -284,7 +284,9 @@ def _refuse_other_sizes(config: Mapping[str, Any], source: str) -> None:
 
 
 def refuse_dropout(config: dict[str, Any], source: str) -> None:
-    """Raise ModelError for dropout that no fused attention computes or ranks would wait for."""
+    """Raise ModelError for attention dropout, which no fused kernel computes, and for layer
+    dropout, which would let ranks wait for each other.
+    """
     nested = config.get("attn_config")
     blocks = (config, nested if isinstance(nested, Mapping) else {})
     found = ((field, block[field]) for block in blocks for field in _DROPOUT if block.get(field))
@@ -301,7 +303,7 @@ def refuse_dropout(config: dict[str, Any], source: str) -> None:
 
 
 class Mixture(NamedTuple):
-    """Widths and numbers of MLPs and experts; one expert for a family without."""
+    """Widths and numbers of MLPs and experts; 1 expert for a model without."""
 
     width: int
     """Width of one expert."""
@@ -310,31 +312,31 @@ class Mixture(NamedTuple):
     experts: int = 1
     experts_per_token: int = 1
     shared_size: int = 0
-    """Width of the MLP that every token goes through beside its experts."""
+    """Width of the shared MLP, which every token goes through besides its experts; 0: none."""
     dense_layers: int = 0
-    """Layers without experts, wherever they are."""
+    """Number of layers without experts, at any place."""
 
 
 class ConfigSizes(NamedTuple):
-    """Sizes that a config names, and else its family's class. Its methods raise ModelError, by the
-    field's name, for what is none.
+    """Sizes of a config, with its class's defaults for missing fields. Methods raise ModelError,
+    with the field's name, for impossible values.
     """
 
     config: Mapping[str, Any]
     source: str
-    """The file's path in what is said."""
+    """The file's path, for error messages."""
 
     def size(self, field: str) -> int:
-        """A field that the config has to have, a whole number from 1."""
+        """The value of a required field: a whole number, at least 1."""
         return whole_number(self.config[field], field, self.source)
 
     def optional_size(self, field: str) -> int | None:
-        """A field that may be left out, by its class where it is; None if neither has it."""
+        """The value of an optional field, else its class's default; None without both."""
         value = value_of(self.config, field)
         return None if value is None else whole_number(value, field, self.source)
 
     def layers(self) -> int:
-        """How many layers a model has."""
+        """Number of layers."""
         layers = self.size("num_hidden_layers")
         if layers > _MOST_LAYERS:
             raise ModelError(
@@ -344,7 +346,7 @@ class ConfigSizes(NamedTuple):
         return layers
 
     def heads(self) -> AttentionKind:
-        """The heads of every layer, whose numbers have to go together."""
+        """The heads of every layer; key/value heads must divide query heads."""
         query_heads, hidden = self.size("num_attention_heads"), self.size("hidden_size")
         kv_heads = self.optional_size("num_key_value_heads") or query_heads
         head_dim = self.optional_size("head_dim") or hidden // query_heads
@@ -358,7 +360,7 @@ class ConfigSizes(NamedTuple):
         return AttentionKind(query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim)
 
     def mixture(self) -> Mixture:
-        """MLPs and experts, by whichever of the fields the config has, or else its class."""
+        """MLPs and experts, by the fields of the config or the defaults of its class."""
         row = family_row(self.config["model_type"])
         width = self.optional_size(row.width_field)
         width = dense_width = width or 4 * self.size("hidden_size")
@@ -389,7 +391,7 @@ class ConfigSizes(NamedTuple):
         )
 
     def _experts_per_token(self, is_listed: bool) -> int | None:
-        """Experts of a token; a list of them, where the class reads one, has to be uniform."""
+        """Experts per token; a list, which only some classes read, has to be uniform."""
         field = next((name for name in EXPERTS_PER_TOKEN if self.config.get(name) is not None), "")
         found = self.config.get(field)
         if not is_listed or not isinstance(found, list):
@@ -404,12 +406,12 @@ class ConfigSizes(NamedTuple):
         return whole_number(found[0], field, self.source)
 
     def _first_size(self, fields: Sequence[str]) -> int | None:
-        """The first of these fields that the config or its class has."""
+        """The value of the first field that the config or its class has; None without any."""
         sizes = (self.optional_size(field) for field in fields)
         return next((found for found in sizes if found is not None), None)
 
     def _count(self, usual: tuple[str | None, int]) -> int:
-        """The value of a field, a whole number that may be 0, or else the usual one."""
+        """The value of a field, a whole number that may be 0, else its default; ``usual``: both."""
         field, number = usual
         value = None if field is None else self.config.get(field)
         if field is None or value is None:
@@ -417,7 +419,7 @@ class ConfigSizes(NamedTuple):
         return 0 if value == 0 else whole_number(value, field, self.source)
 
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer in tokens; None for one that attends to all."""
+        """The window of each layer in tokens; None for a layer without a window."""
         sliding = [slides(self.config, layer) for layer in range(self.layers())]
         refuse_missing_window(self.config, self.source, some_slide=any(sliding))
         window = self.optional_size("sliding_window") if any(sliding) else None
@@ -463,10 +465,10 @@ class ConfigSizes(NamedTuple):
         )
 
     def _unlike(self, layers: Sequence[AttentionKind]) -> tuple[AttentionKind, ...]:
-        """The layers, those of full attention with heads of their own, and the last ones without
-        keys of their own.
+        """The attention of layers that differ: full attention with its own head sizes, and the last
+        layers without their own keys.
 
-        Raises ModelError where their class builds no model, or layers of one kind differ.
+        Raises ModelError if the class can build no such model, or layers of one kind differ.
         """
         shared = self._count(("num_kv_shared_layers", 0))
         first = len(layers) - shared
@@ -495,8 +497,8 @@ class ConfigSizes(NamedTuple):
         )
 
     def _heads_of_full_layers(self, windowed: Sequence[bool]) -> dict[str, int]:
-        """Sizes by which heads of full attention differ, as config.json has them or as transformers
-        writes it: ``per_layer_config``, a block for each layer.
+        """Head sizes of full attention that differ from the window's, from their own fields or from
+        ``per_layer_config``, a block for each layer, as transformers writes.
         """
         blocks, full = self.config.get("per_layer_config"), windowed.count(False)
         if blocks is None:
@@ -528,16 +530,16 @@ class ConfigSizes(NamedTuple):
         return {"head_dim": sizes.get("head_dim", heads.head_dim), "kv_heads": keys}
 
     def layer_embedding(self) -> int:
-        """Numbers of the embedding that each layer has of every token; 0 where there is none."""
+        """Size of each layer's own embedding of a token; 0: none."""
         field = "hidden_size_per_layer_input"
         return self._count((field, value_of({"model_type": self.config["model_type"]}, field) or 0))
 
     def _class_size(self, field: str) -> int:
-        """A size of the config, or else of its class, which has one."""
+        """The value of a size that has a default in the class."""
         return whole_number(value_of(self.config, field), field, self.source)
 
     def score_cap(self) -> float | None:
-        """Bound of attention's scores; None if there is no cap."""
+        """Bound of the attention scores' magnitude; None: no cap."""
         caps = family_row(self.config["model_type"]).caps_scores
         cap = value_of(self.config, "attn_logit_softcapping") if caps else None
         if cap is None:
@@ -550,7 +552,7 @@ class ConfigSizes(NamedTuple):
         return float(cap)
 
     def layers_without_experts(self, mixture: Mixture) -> tuple[bool, ...]:
-        """For each layer true if it has no experts: by ``mlp_layer_types``, or the first ones."""
+        """For each layer, True if it has no experts: by ``mlp_layer_types``, or the first ones."""
         layers, kinds = self.config["num_hidden_layers"], self.config.get("mlp_layer_types")
         if mixture.dense_layers and isinstance(kinds, list) and len(kinds) == layers:
             return tuple(kind == "dense" for kind in kinds)
@@ -568,7 +570,7 @@ class ConfigSizes(NamedTuple):
 
 
 def whole_number(value: Any, field: str, source: str) -> int:
-    """A number from 1 that a field has; raises ModelError for anything else."""
+    """Check that a field's value is a whole number from 1. Raises ModelError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_SIZE:
         most = (
             f", {_LARGEST_SIZE} at the most"

@@ -26,7 +26,7 @@ from highwater.nouns.declaration import ALIKE
 _OFFERED = 3
 """Number of names that an error offers in place of an unknown one."""
 _VERSION = re.compile(r"([a-z]{3,})[-_]?(\d+(?:\.\d+)?)(?![\d.]*[bm]\b)")
-"""A family and its version in a name: ``qwen2.5``, ``gemma-4``, and no size."""
+"""A family and its version in a name: ``qwen2.5``, ``gemma-4``; no match for a size."""
 _BILLIONS = re.compile(r"(\d+(?:\.\d+)?)b\b")
 """A size in a name: ``7b``."""
 
@@ -41,8 +41,8 @@ class CatalogModel(Record, frozen=True, kw_only=True):
     also: tuple[str, ...] = ()
     """Hub ids of models with exactly the same shape: instruction-tuned, renamed, distilled."""
     aliases: tuple[str, ...] = ()
-    """Other names of it: short ones, and ids of models that read more and whose text model it is;
-    it is opened as the catalog's."""
+    """Other names: short ones, and ids of multimodal models whose text model this is; by these the
+    catalog's ``config.json`` is opened."""
     published_parameters: float | None = None
     """Parameters in billions, according to its card or paper."""
     source: str
@@ -78,8 +78,8 @@ def catalog_model(name: str) -> tuple[str, CatalogModel] | None:
 
 
 def near_names(name: str) -> list[str]:
-    """Return catalog names like an unknown one, or of its family and version, one for each model:
-    the same family first, then the nearest version and size. Ids for an id, short names for others.
+    """Return catalog names similar to an unknown one, or of its family and version, one for each
+    model: the same family first, then the nearest version and size. For an id, only ids.
     """
     typed = name.lower()
     known = [each for each in _spellings() if ("/" in each) == ("/" in typed)]
@@ -99,7 +99,7 @@ def near_names(name: str) -> list[str]:
 
 
 def _told_by(name: str) -> tuple[str, float, float]:
-    """Family, version and billions of parameters by a name; empty and 0 where it has none."""
+    """Family, version and billions of parameters in a name; empty or 0 if it has none."""
     version, size = _VERSION.search(name), _BILLIONS.search(name)
     family, number = version.groups() if version else ("", 0)
     return family, float(number), float(size[1]) if size else 0.0
@@ -186,7 +186,7 @@ def fetched_directory(hub_id: str) -> Path:
     disable_progress_bars()
     page = f"{_endpoint()}/{hub_id}"
     try:
-        # asked first, because a download retries for minutes if nobody answers
+        # metadata first: a download retries for minutes if the Hub does not answer
         url = huggingface_hub.hf_hub_url(hub_id, CONFIG, endpoint=_endpoint())
         huggingface_hub.get_hf_file_metadata(url, timeout=_timeout_s())
         path = huggingface_hub.hf_hub_download(hub_id, CONFIG, endpoint=_endpoint())
@@ -235,7 +235,7 @@ def _first_line(error: Exception) -> str:
 
 
 _LONGEST_NAME = 120
-"""Characters of a name that an error repeats at most."""
+"""Most characters of a name that an error repeats."""
 _LIST = "`highwater models` lists the catalog"
 
 
@@ -282,9 +282,9 @@ def model_place(name: str) -> ModelPlace:
 
 
 def _named_directory(name: str) -> Path | None:
-    """Return the absolute directory of a name that is a path with a ``config.json``; None for any
-    other. Raises ModelError for a directory without one, or with a pipe or a device in it, and for
-    another file.
+    """Return the absolute directory of a name that is a path with a ``config.json``; None for other
+    names. Raises ModelError for a directory without a ``config.json``, or with a pipe or a device
+    in it, and for a path of another file.
     """
     path = Path(name).expanduser()
     if path.name == CONFIG and path.exists() and not path.is_dir():
@@ -345,7 +345,7 @@ def _catalog_place(name: str) -> ModelPlace:
 
 
 def _fetched(hub_id: str) -> Path:
-    """The directory fetched from the Hub; a failure's hint offers similar names of the catalog."""
+    """Fetch a directory from the Hub; the hint of an error offers similar catalog names."""
     try:
         return fetched_directory(hub_id)
     except ModelError as error:
@@ -355,12 +355,12 @@ def _fetched(hub_id: str) -> Path:
 
 
 _LIKE = 0.75
-"""Least share of the larger of two models that the smaller has, to stand for it."""
+"""Least share of a model's parameters that a smaller one has to have to be offered for it."""
 
 
 def _by_name(name: str) -> str:
-    """Say of a model by its name that its family trains, or its text model, and what to give; empty
-    where no family is told. Raises ModelError for a family that is not trained: ``Llama-4-Scout``.
+    """Hint for an unknown model whose name shows a family that trains; empty if it shows none.
+    Raises ModelError for a family that is not trained: ``Llama-4-Scout``.
     """
     family = family_by_name(name)
     if family is None:

@@ -1,6 +1,6 @@
-"""RoPE: how far a model's positions reach, and the YaRN block of a length past them.
+"""RoPE: how far a model's positions reach, and the YaRN block for a length beyond that.
 
-Both are read from ``config.json``, without transformers.
+Both follow from ``config.json``, without transformers.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from highwater.nouns.settings import Rope
 
 _KEPT = ("rope_theta", "partial_rotary_factor")
 YARN_IN_USE = 8
-"""Times that published models stretch their length by YaRN: Qwen's 4, OLMo 3's 8. gpt-oss, which
-was trained so from the beginning, says 32."""
+"""Largest YaRN factor of published models: Qwen's is 4, OLMo 3's 8. gpt-oss has 32, but was trained
+with it from the beginning."""
 _ROPE_THETA = 10_000.0
-"""The base of a family that has none of its own."""
+"""The base of RoPE in families without their own default."""
 
 
 def yarn_parameters(factor: float | str, *, native_length_tokens: int) -> dict[str, str | float]:
-    """YaRN's block, by the names of transformers: what is written, printed or emitted of it."""
+    """YaRN's block in transformers' names, to be written, printed or emitted."""
     return {
         "rope_type": "yarn",
         "factor": factor,
@@ -32,19 +32,19 @@ def yarn_parameters(factor: float | str, *, native_length_tokens: int) -> dict[s
 
 
 def kept_parameters(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a model's own that stay where YaRN takes the place of the others."""
+    """Parameters of a model's own RoPE block that stay when YaRN replaces the others."""
     return {name: own[name] for name in _KEPT if own.get(name) is not None}
 
 
 def grows(own: Mapping[str, Any]) -> bool:
-    """True if a model's own scaling goes on past its native length. That is ``dynamic``, whose
-    frequencies follow each document's length; not with Hunyuan's ``alpha``, which fixes them.
+    """True if a model's own scaling reaches past its native length: ``dynamic``, whose frequencies
+    follow each document's length; but not with Hunyuan's ``alpha``, which fixes them.
     """
     return own.get("rope_type", own.get("type")) == "dynamic" and not own.get("alpha")
 
 
 def unscalable(model: Model) -> str | None:
-    """Why no YaRN takes the model's positions past its native length, in words; None: one can."""
+    """Reason why YaRN cannot scale the model past its native length, in words; None: it can."""
     family, row = model.shape.model_type, family_row(model.shape.model_type)
     if not model.rope:
         return f"{family} has no RoPE to scale"
@@ -55,7 +55,7 @@ def unscalable(model: Model) -> str | None:
 
 
 def ends_at_native(model: Model, rope: Rope) -> bool:
-    """True if nothing scales positions past the native length, or the model's own ends there."""
+    """True if no scaling, YaRN or the model's own, reaches past the native length."""
     if unscalable(model) is not None:
         return True
     return model.own_rope_scaling and rope == "auto" and not grows(_own(model))
@@ -67,12 +67,12 @@ class Yarn(Record, frozen=True, kw_only=True):
     factor: float
     """Length over native length."""
     rope_parameters: dict[str, str | float]
-    """YaRN's block as transformers 5 names it; ``rope_scaling`` before."""
+    """YaRN's block, by its name in transformers 5; ``rope_scaling`` in earlier versions."""
     max_position_embeddings: int
 
     @property
     def block(self) -> dict[str, Any]:
-        """Fields of the model's ``config.json``."""
+        """The fields to set in the model's ``config.json``."""
         return {
             "rope_parameters": dict(self.rope_parameters),
             "max_position_embeddings": self.max_position_embeddings,
@@ -80,8 +80,8 @@ class Yarn(Record, frozen=True, kw_only=True):
 
 
 def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | None:
-    """The block that ``engine/models/rope.py`` writes for a length; None where positions stay as
-    they are. A length that cannot be reached is refused before: see ``nouns/plan.py``.
+    """The block that ``engine/models/rope.py`` writes for a length; None if positions stay as they
+    are. ``nouns/plan.py`` refuses a length that cannot be reached.
     """
     config, own = read_config(Path(model.directory, "config.json")), _own(model)
     native = model.shape.native_length_tokens
@@ -92,7 +92,7 @@ def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | Non
     if model.own_rope_scaling:
         if rope == "auto" and grows(own):
             return None
-        # Where the class has the field beside the block, it overrides the block's.
+        # If the class has the field outside the block, that overrides the block's.
         beside = BEFORE_SCALING in family_row(model.shape.model_type).defaults
         before = value_of(config, BEFORE_SCALING) if beside else own.get(BEFORE_SCALING)
         native = int(before or native)
@@ -110,7 +110,7 @@ def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | Non
 
 
 def _beside(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters that a config, or else its class, has beside the block, which leaves them out."""
+    """RoPE parameters that a config or its class has outside the block."""
     names = family_row(config["model_type"]).other_names
     values = {name: value_of(config, names.get(name, name)) for name in _KEPT}
     found = {name: value for name, value in values.items() if value is not None}

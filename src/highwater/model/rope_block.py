@@ -1,5 +1,5 @@
-"""RoPE's block of a ``config.json``, or of each kind of layer: read, and refused where transformers
-builds no model of it or passes it over.
+"""RoPE's block in a ``config.json``, or the block of each kind of layer: read, and refused if
+transformers cannot build a model with it or ignores it.
 
 Source: ``modeling_rope_utils.py`` and ``configuration_*.py`` of transformers 5.23;
 tests/numeric/test_configs_as_their_classes.py compares with those that are installed.
@@ -13,9 +13,9 @@ from highwater.model.families import family_row, value_of
 from highwater.model.model_config import whole_number
 
 BEFORE_SCALING = "original_max_position_embeddings"
-"""The length that a model had before its RoPE was scaled, as configs call it."""
+"""Field for the length that a model had before its RoPE was scaled."""
 Types = Mapping[str, tuple[str, ...]]
-"""Types of RoPE, and the fields that each one needs."""
+"""Types of RoPE, and the fields that each type needs."""
 TYPES: Types = {
     "default": (),
     "dynamic": ("factor",),
@@ -32,14 +32,14 @@ _AS_WRITTEN: Types = {
     )
     for kind, fields in TYPES.items()
 }
-"""Fields that each type needs if the class fills nothing in."""
+"""Fields that each type needs if the class has no defaults."""
 
 
 def rope_block(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """RoPE's own parameters in a ``config.json``, or those of its class; empty where neither has
-    any. transformers takes ``rope_scaling`` before ``rope_parameters``.
+    """RoPE's parameters in a ``config.json``, else the class's; empty if neither has any.
+    ``rope_scaling`` comes before ``rope_parameters``, as in transformers.
 
-    Raises ModelError for what is no such block, and for one of which no model can be built.
+    Raises ModelError for a value that is no block, and for a block that no model can be built with.
     """
     family, row, found = config["model_type"], family_row(config["model_type"]), {}
     for field in ("rope_scaling", "rope_parameters"):
@@ -66,7 +66,7 @@ def rope_block(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def own_rope_scaling(config: Mapping[str, Any], source: str) -> bool:
-    """True if the config brings RoPE scaling of its own."""
+    """True if the config has RoPE scaling of its own."""
     return _type_of(rope_block(config, source)) != "default"
 
 
@@ -75,7 +75,7 @@ def _type_of(block: Mapping[str, Any]) -> Any:
 
 
 def _refuse_unknown(block: Mapping[str, Any], field: str, family: str, source: str) -> None:
-    """Raise ModelError for a type that transformers does not know, and for fields that it lacks."""
+    """Raise ModelError for a type that transformers does not know, and for missing fields."""
     kind, row = _type_of(block), family_row(family)
     types = row.rope_types or (TYPES if row.reads_rope_scaling else _AS_WRITTEN)
     if not isinstance(kind, str) or kind not in types:
@@ -95,7 +95,7 @@ def _refuse_unknown(block: Mapping[str, Any], field: str, family: str, source: s
 
 
 def _refuse_missing_blocks(config: Mapping[str, Any], rope: Mapping[str, Any], source: str) -> None:
-    """Raise ModelError for kinds of layers without a block, of a class that reads one for each."""
+    """Raise ModelError for kinds of layers without a block, in a class that needs one for each."""
     kinds = config.get("layer_types")
     needed = {str(kind) for kind in kinds} if isinstance(kinds, list) else {"full_attention"}
     missing = sorted(needed - {*rope})

@@ -23,8 +23,8 @@ SCORE = "score.weight"
 token classifiers."""
 MXFP4 = "mxfp4"
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
-"""Suffixes of the two tensors of a parameter in gpt-oss's files: two numbers to a byte, and an
-exponent for every 32 of them."""
+"""Suffixes of the two tensors of a parameter in gpt-oss's files: two numbers per byte, and one
+exponent for 32 numbers."""
 _LARGEST_HEADER_BYTES = 100_000_000
 """Largest size of a header, as in the safetensors library."""
 _LARGEST_INDEX_BYTES = 100_000_000
@@ -41,7 +41,7 @@ _EMBEDDINGS = (
     "tok_embeddings.weight",
 )
 _MARKS: Mapping[str, str] = packaged("model/quantised_tensors.json", dict[str, str])
-"""Suffixes of tensor names that belong to a quantisation method, and the method's name."""
+"""Suffixes of tensor names of a quantisation method, and words for the method."""
 _NARROW = ("F8_", "F6_", "F4", "I8", "U8", "I4", "U4")
 """Prefixes of dtypes in which only quantised weights are saved."""
 _UNQUANTISED = (
@@ -58,14 +58,13 @@ class SavedTensor(NamedTuple):
     shape: tuple[int, ...]
     file: Path
     begin: int
-    """Offset of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     end: int
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """Return the files that hold the weights, none of them missing; empty if the model has no
-    weights here. Raises ModelError for an index that names missing files, and for weights that are
-    not a whole model's or cannot be read.
+    """Return all files that hold the weights; empty if there are none. Raises ModelError for an
+    index that names missing files, and for weights that are unreadable or not a whole model's.
     """
     for name in (
         "model.safetensors",
@@ -86,15 +85,15 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 def saved_tensors(directory: Path) -> Mapping[str, SavedTensor]:
     """Return every tensor in a directory's safetensors files, by name; empty without any. PyTorch's
-    own files are not read. Raises ModelError for what ``weight_files`` refuses, for damaged files,
-    and for a tensor that is there twice.
+    own files are not read. Raises ModelError as ``weight_files`` does, for damaged files, and for a
+    tensor that two files hold.
     """
     return _tensors(_versions(directory))
 
 
 def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError, naming the method, for quantised weights. Only MXFP4 of gpt-oss is
-    accepted, which is dequantised. Raises the errors of ``saved_tensors``, too.
+    """Raise ModelError, naming the method, for quantised weights, except MXFP4 of gpt-oss, which is
+    dequantised. Also raises the errors of ``saved_tensors``.
     """
     source = directory / "config.json"
     method = configured_method(config, source)
@@ -126,8 +125,8 @@ def configured_method(config: Mapping[str, Any], source: Path) -> str | None:
 
 
 def quantised_tensor(dtypes: Mapping[str, str], *, is_mxfp4: bool) -> str | None:
-    """Say what shows that tensors of these dtypes are quantised; None if nothing does. Dtypes are
-    named as in safetensors. With ``is_mxfp4`` pairs of blocks and scales are ignored.
+    """Say what shows that tensors are quantised, by their names and dtypes (as in safetensors);
+    None if nothing does. With ``is_mxfp4``, pairs of blocks and scales are ignored.
     """
     for name, dtype in dtypes.items():
         if is_mxfp4 and _has_partner(name, dtypes):
@@ -151,9 +150,9 @@ def refuse_quantised_tensor(found: str | None, directory: Path) -> None:
 
 
 def unties(directory: Path) -> bool:
-    """True if the files hold a head and an embedding with different values; transformers does not
-    tie these whatever the config says. Compares all bytes if they are equal: seconds for a large
-    vocabulary whose files hold a tied head twice.
+    """True if the files hold a head and an embedding with different values, which transformers does
+    not tie, whatever the config says. Equal ones are compared to the last byte: seconds for a large
+    vocabulary. Raises ModelError if their dtypes differ.
     """
     tensors = saved_tensors(directory)
     heads = [name for name in tensors if name.removeprefix("language_model.") in _HEADS]
@@ -197,7 +196,7 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 
 def _all_of(shards: Sequence[Path]) -> tuple[Path, ...]:
-    """Return numbered files without an index if they are all of one set; else raise ModelError."""
+    """Return numbered files without an index, if the set is complete. Else raises ModelError."""
     matches = [cast(re.Match[str], _SHARD.fullmatch(path.name)) for path in shards]
     counts = {int(match[2]) for match in matches}
     if len(counts) > 1 or [int(match[1]) for match in matches] != list(range(1, max(counts) + 1)):
@@ -220,7 +219,7 @@ def _refuse_adapter(directory: Path) -> None:
 
 
 def _refuse_what_is_no_model(directory: Path) -> None:
-    """Refuse weights that would not be read: the user does not want random ones instead."""
+    """Raise ModelError for weights that are not read: random weights would be trained instead."""
     _refuse_adapter(directory)
     kinds = (
         *("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*"),
@@ -244,7 +243,7 @@ def _files(directory: Path, pattern: str = "*") -> list[Path]:
 
 
 def _versions(directory: Path) -> tuple[tuple[Path, int, int], ...]:
-    """Return the safetensors files, each with its time and size, which show a change."""
+    """Return the safetensors files, with time and size, by which a cache detects changes."""
     files = [file for file in weight_files(directory) if file.suffix == ".safetensors"]
     try:
         return tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
@@ -298,7 +297,7 @@ def _entry(file: Path, entry: Any, data: int, size: int) -> SavedTensor:
 
 
 def _has_partner(name: str, dtypes: Mapping[str, str]) -> bool:
-    """True for blocks that have their scales, and for scales that have their blocks."""
+    """True for blocks whose scales are there, and for scales whose blocks are there."""
     for end, other in ((MXFP4_BLOCKS, MXFP4_SCALES), (MXFP4_SCALES, MXFP4_BLOCKS)):
         if name.endswith(end):
             return dtypes[name] == dtypes.get(name.removesuffix(end) + other) == "U8"

@@ -431,7 +431,7 @@ def _refuse_other_attention(request: Request, model: Model, device: Device) -> N
     if request.settings.attention == "dense":
         return
     leave = "leave `--attention` out"
-    if not model.shape.reads_everything:
+    if not model.shape.has_plain_attention:
         raise ModelError(
             f"{model.name} has layers with a window, sinks, capped scores or a state of their own, "
             "which block-sparse attention would take the place of",

@@ -1,7 +1,7 @@
-"""Directories and files to write: where studies are, and whether, at first, there is room.
+"""Directories and files to write: the paths of studies, and checks for room on the disk.
 
-Training folder: a run's folder as seen by whoever starts it: the run's specification, and how
-far it came. The ranks write the rest.
+Training folder: a run's folder as the process that starts the run uses it: its specification, and
+the steps done. The ranks write the rest.
 """
 
 import os
@@ -52,7 +52,7 @@ def check_log_directory(directory: Path) -> None:
 
 
 def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None:
-    """Refuse a directory that cannot be written, made if need be, or lacks room for a trial."""
+    """Raise UsageError if a directory cannot be made or written, MachineError if it lacks room."""
     try:
         _write_in(directory)
     except OSError as error:
@@ -96,7 +96,7 @@ def _too_little(
 
 
 def check_new_file(path: Path, *, flag: str, name: str) -> None:
-    """Refuse a file that is there or cannot be written; the hint has a free name like ``name``."""
+    """Raise UsageError for a file that exists or cannot be written; the hint has a free name."""
     try:
         path.touch(exist_ok=False)
         path.unlink()
@@ -173,7 +173,7 @@ def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
         "--checkpoint none --save-hf never": CheckpointBytes(sharded_bytes=0, hf_bytes=0),
     }
     enough = [flags for flags, rest in less.items() if rest != needed and free >= _with_spare(rest)]
-    # Both flags together are offered only where neither is enough.
+    # Both flags together are offered only if neither is enough.
     fewest = [flags for flags in enough if len(enough) == 1 or " none --" not in flags]
     roomy = _roomy(needed, "--checkpoint-dir", "highwater-checkpoints")
     return roomy + [f"use `{flags}`" for flags in fewest]

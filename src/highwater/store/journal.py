@@ -121,10 +121,10 @@ class Journal:
         return Past(answer=answer, trials=trials)
 
     def _stands(self, trial: RecordedTrial) -> bool:
-        """True if a trial's result is used as it is. A result that did not tell, under a shorter
-        time limit than now, is run again unless another attempt told. A crash was tried often
-        enough and is run again only if asked for. A timeout counts if the question has a time
-        limit, or if its cell was decided (docs/decisions/026).
+        """True if a trial's result is used as it is. A result that does not tell whether memory
+        suffices, from a shorter time limit than now, is run again unless another attempt told. A
+        crash was retried often enough, and is run again only if asked for. A timeout counts if the
+        question has a time limit, or if its cell was decided (docs/decisions/026).
         """
         if trial.result is None:
             return False
@@ -141,7 +141,7 @@ class Journal:
         return trial.cell in self._decided
 
     def has_given_up(self, cell: Cell) -> bool:
-        """True if a cell is answered although a trial only crashed, and it is not retried."""
+        """True if a cell is answered although a trial only crashed, and is not retried."""
         trials = self._record.trials_of(cell)
         crashed = [t for t in trials if t.result and t.result.outcome is Outcome.CRASHED]
         is_answered = self._record.answer(cell) is not None and self._record.has_crashed(cell)
@@ -159,7 +159,7 @@ class Journal:
     def opened(
         self, command: Sequence[str], environment: Environment | None, timeout_s: float | None
     ) -> None:
-        """Record that this process writes from here on; MachineError when the disk is full."""
+        """Record that this process writes from here on. Raises MachineError if the disk is full."""
         line = OpenedLine(
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -180,7 +180,7 @@ class Journal:
         self._append(ExpectedLine(at_unix_s=time.time(), expectation=expectation))
 
     def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
-        """Record that a trial is about to be launched; MachineError when the disk is full."""
+        """Record the launch of a trial before it. Raises MachineError if the disk is full."""
         self._append(StartedLine(**_launch(spec, attempt, repeat), spec=spec))
 
     def trial_finished(
@@ -212,7 +212,7 @@ class Journal:
         self._file.close()
 
     def _append(self, line: Line) -> None:
-        """Write one line, then add it to the record: what is not on the disk is not recorded."""
+        """Write one line, then add it to the record, which so never has more than the disk."""
         text = to_json(line)
         if self._record.checksum is None:  # the journal has an older schema, without checksums
             self._file.append(text.encode() + b"\n")

@@ -45,7 +45,9 @@ class JournalFile:
         self._size = size
 
     def append(self, line: bytes) -> None:
-        """Append a line, and wait for the disk. MachineError: it failed; StudyError: it changed."""
+        """Append a line, and wait for the disk. Raises MachineError if that fails, StudyError if
+        others changed the file, or if it would be too large.
+        """
         what = self._touched()
         if what is not None:
             raise self._lost(what, line)
@@ -72,7 +74,7 @@ class JournalFile:
         os.close(self._descriptor)
 
     def _touched(self) -> str | None:
-        """Say what somebody did to the file since it was last written; None for nothing."""
+        """Say what others did to the file since it was last written; None if nothing."""
         held = os.fstat(self._descriptor)
         try:
             found = self.path.stat()
@@ -87,8 +89,8 @@ class JournalFile:
         return None
 
     def _lost(self, what: str, line: bytes) -> StudyError:
-        """Return the error for a file that somebody touched. If it is gone from its path, all of
-        it, read through the open descriptor, and the new line are saved beside that path.
+        """Return the error for a file that others changed. If it is gone from its path, its whole
+        content, read through the open descriptor, and the new line are saved beside that path.
         """
         problem = f"{self.path} was {what} while the search had it open"
         if what not in ("deleted", "replaced"):
@@ -158,13 +160,15 @@ def read_journal(path: Path) -> bytes:
 
 
 def split_torn(content: bytes) -> tuple[bytes, bytes]:
-    """Split off what follows the last line end, which is a torn line or nothing."""
+    """Split content into the full lines, and a torn last line, which may be empty."""
     end = content.rfind(b"\n") + 1
     return content[:end], content[end:]
 
 
 def sealed(text: str, *, after: str) -> tuple[bytes, str]:
-    """Return a line with a checksum in front, of itself and all before (``after``), and that."""
+    """Return the line with its checksum in front, and the checksum: of this line and ``after``, the
+    checksum before it.
+    """
     content = text.encode()
     checksum = hashlib.sha256(after.encode() + content).hexdigest()[:_CHECKSUM_DIGITS]
     return _SEAL % checksum.encode() + content[1:], checksum

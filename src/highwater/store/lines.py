@@ -1,4 +1,4 @@
-"""Lines of a journal: one JSON object each, the header first; and what they add up to.
+"""Lines of a journal: one JSON object each, the header first; and the content that they add up to.
 
 Schema 3:  header           the question, once
            opened           a process opened the journal for writing, with its time limit
@@ -11,9 +11,9 @@ Since schema 3 each line begins with its ``checksum``, of itself and of all line
 that was edited, moved or removed in the middle is found and named. A journal begun in an older
 schema continues without checksums.
 
-An answer is believed of its trials alone (docs/decisions/026). All that it says of lengths and
-memory follows from results, whatever order they came in: the longest length that fit, the next,
-which did not, what ended the search there, and the figures of the trial at the capacity.
+An answer is accepted only if its trials support it (docs/decisions/026). All its lengths and bytes
+follow from results, in any order: the longest length that fit, the next, which did not, the reason
+why the search ended there, and the figures of the trial at the capacity.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -46,7 +46,7 @@ from highwater.units import format_tokens
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """``failed_index`` did not fit, and ``fit_index`` did, which takes no less: no law gives it."""
+    """``failed_index`` did not fit, but ``fit_index``, which takes no less memory, did."""
 
     failed_index: int
     fit_index: int
@@ -57,7 +57,7 @@ def contradictions(
     failed: Collection[int],
     packed: Callable[[int], int] = lambda index: index,
 ) -> tuple[Contradiction, ...]:
-    """Indices that did not fit, each with the closest above that did and packs no fewer tokens."""
+    """Indices that did not fit, each with the closest above it that fit with no fewer tokens."""
     found: list[Contradiction] = []
     for index in sorted(failed):
         above = (each for each in sorted(fit) if each >= index and packed(each) >= packed(index))
@@ -70,7 +70,7 @@ def contradictions(
 def unsupported(
     question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]
 ) -> str | None:
-    """Say why an answer's ``trials``, as they then were, do not bear it out; None: they do."""
+    """Reason why ``trials``, those before the answer, do not support it; None if they do."""
     return next(_gaps(question, answer, _shown(question, answer, trials)), None)
 
 
@@ -83,18 +83,18 @@ class _Shown:
     held: dict[int, list[TrialResult]] = field(default_factory=dict[int, list[TrialResult]])
     """Memory-only trials that count as a fit."""
     failed: dict[int, set[Outcome]] = field(default_factory=dict[int, set[Outcome]])
-    """Outcomes of trials that told, and do not count as a fit."""
+    """Outcomes of trials that told whether memory suffices, and do not count as a fit."""
     crashed: bool = False
     launches: int = 0
 
     @property
     def reach(self) -> int:
-        """The longest index that fit, by either proof; 0: none."""
+        """The highest index that fit, in full or memory-only; 0: none."""
         return max((*self.trained, *self.held), default=0)
 
 
 def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]) -> _Shown:
-    """Read the trials of this very question; simulated ones show nothing where trials were run."""
+    """Read the trials of this question; simulated ones count only if the question is simulated."""
     shown = _Shown()
     for trial in trials:
         index, result = question.grid.index_at_most(trial.spec.length_tokens), trial.result
@@ -114,7 +114,7 @@ def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTria
 
 
 def _is_asked(question: Question, answer: CellAnswer, trial: RecordedTrial, index: int) -> bool:
-    """True if the question asks this of a length of its grid, wherever model and files lay."""
+    """True if a trial is one that the question asks for, apart from paths of model and files."""
     spec = trial.spec
     if index < 1 or question.grid.length(index) != spec.length_tokens:
         return False
@@ -128,13 +128,13 @@ def _is_asked(question: Question, answer: CellAnswer, trial: RecordedTrial, inde
 
 
 def _gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
-    """Everything that an answer says and its trials do not, in words."""
+    """Yield, in words, each statement of an answer that its trials do not support."""
     yield from _trained_gaps(question, answer, shown)
     yield from _memory_only_gaps(question, answer, shown)
     yield from _edge_gaps(question, answer, shown)
     if answer.monotone == bool(answer.contradictions):
         yield "it says both that outcomes are monotone and that they are not"
-    # by memory a full trial below the longest that fit says what is trained, no more
+    # in a proof by memory, full trials below the longest fit do not count here
     fit = {shown.reach} - {0} if question.proof == "memory" else {*shown.trained}
     packed = partial(packed_tokens, question, answer.cell)
     if answer.monotone and contradictions(fit, shown.failed, packed):
@@ -148,7 +148,7 @@ def _tokens(count: int | None) -> str:
 
 
 def _trained_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
-    """Gaps between the capacity with its figures and the full trials."""
+    """Yield differences between the capacity, with its figures, and the full trials."""
     longest = max(shown.trained, default=0)
     tokens = question.grid.length(longest) if longest else None
     figures = (answer.peak_reserved_bytes, answer.headroom_bytes, answer.tokens_per_s, answer.mfu)
@@ -172,7 +172,7 @@ def _trained_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iter
 
 
 def _memory_only_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
-    """Gaps between the memory-only proof and the memory-only trials."""
+    """Yield differences between the memory-only proof and the memory-only trials."""
     proof, longest = answer.memory_only, max(shown.held, default=0)
     tokens = question.grid.length(longest) if longest > max(shown.trained, default=0) else None
     if proof is None:
@@ -193,7 +193,7 @@ def _memory_only_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> 
 
 
 def _edge_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
-    """Gaps between what ended the search and the trials of the length above all that fit."""
+    """Yield differences between the stated end of the search and the trials at the next length."""
     longer = question.size_of(answer.cell) - shown.reach
     beyond = question.grid.length(shown.reach + 1)
     ends = shown.failed.get(shown.reach + 1, set[Outcome]())
@@ -228,7 +228,7 @@ class HeaderLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="heade
 
 
 class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opened"):
-    """The process that writes from here on; another one that finds the journal locked names it."""
+    """The process that writes from here on, for the error of another that finds the file locked."""
 
     pid: int
     host: str
@@ -310,7 +310,9 @@ class JournalContent:
         self._expectations: dict[Cell, Expectation] = {}
 
     def add(self, line: Line) -> None:
-        """Add one line; a restarted trial keeps its place. ValueError for an end of no start."""
+        """Add one line; a restarted trial keeps its place. Raises ValueError for the end of a trial
+        that never started.
+        """
         match line:
             case OpenedLine():
                 self.opened = line
@@ -400,8 +402,8 @@ class JournalContent:
         return cell in self._expectations or bool(self.trials_of(cell))
 
     def parts_of_a_study(self) -> dict[str, Any]:
-        """Fields of a ``Study`` that the lines tell. What is by cell has the order of the
-        question's: answers that trials support, with the time limit of each, and those they do not.
+        """Fields of a ``Study`` from the lines. Fields by cell are in the question's order: answers
+        that trials support, with the time limit of each, and answers that they do not support.
         """
         cells, expected, claims = self.question.cells, self._expectations, self._claims
         whys = {cell: claims[cell][1]() for cell in cells if cell in claims}

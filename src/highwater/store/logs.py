@@ -38,7 +38,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> LogEnd:
     """Return the last lines of a log, as recorded or beside the study; never raises. They end with
-    what the rank that failed first ``said``, if that is there: other ranks write after it.
+    the text ``said`` of the rank that failed first, if found: other ranks write after it.
     """
     if log_path is None:
         return LogEnd(reason="no log is recorded")
@@ -76,7 +76,7 @@ def _end_of(path: Path) -> str:
 
 
 def _last_lines(text: str, said: str) -> list[str]:
-    """Return lines to show, without colours; states that a progress bar overwrote are lines too."""
+    """Return lines to show, without colours, including states of progress bars."""
     lines = [_COLOUR.sub("", line).rstrip() for line in re.split(r"[\r\n]+", text)]
     kept = _without_launcher([line for line in lines if line and not _POINTER.fullmatch(line)])
     with_said = (index for index, line in enumerate(kept, 1) if said and said[:_SAID] in line)
@@ -128,7 +128,7 @@ def _step(part: Path) -> tuple[int, str]:
 
 
 def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> Iterator[str]:
-    """Yield, by part of a trial, the ranks that wrote a snapshot, and those that could not."""
+    """Yield, for each part of a trial, which ranks wrote a snapshot, and which did not."""
     if result.log_path is None:
         return
     folder = snapshot_folder(Path(result.log_path))
@@ -155,7 +155,7 @@ def study_snapshot_lines(study: Study, profiling: Profiling) -> Iterator[str]:
     yield "memory snapshots of each trial are in a folder beside its log"
     for trial in study.trials:
         result = trial.result
-        # this folder is made before a launch that records: else the trial is of an earlier search
+        # a launch that records makes this folder; without it, the trial is of an earlier search
         if not (result and result.log_path and snapshot_folder(Path(result.log_path)).is_dir()):
             continue
         ended = _ended(trial.spec, result, profiling)

@@ -1,4 +1,4 @@
-"""Configuration for other trainers, one file each, made of a recommendation alone.
+"""Other trainers, one file each: their configuration from a recommendation, trials and memory.
 
-None imports what it configures.
+No file imports the trainer that it configures.
 """

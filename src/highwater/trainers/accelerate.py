@@ -1,17 +1,16 @@
-"""Accelerate's configuration file, of a recommendation and of a trial.
+"""Accelerate's configuration file, for a recommendation and for a trial.
 
-Accelerate is a launcher: it shards, offloads, recomputes and shares sequences, and knows neither
-model nor length nor batch. It has two ways to share a sequence. Torch's context parallelism passes
-keys and values round a ring, where it is told ``alltoall``, and FSDP2 shards the states as they are
-predicted: it is taken wherever it can be, which is where every layer reads all earlier tokens.
-Ulysses is DeepSpeed's, with ZeRO-3 for the states: it is left for models with windows
-(docs/decisions/019).
+Accelerate is a launcher: it shards, offloads, recomputes and shares sequences, and does not know
+model, length or batch. It has two ways to share a sequence. Torch's context parallelism passes keys
+and values round a ring (with ``alltoall``), and FSDP2 shards the states as predicted: it is used if
+every layer has plain causal attention. Ulysses is DeepSpeed's, with ZeRO-3 for the states: it is
+used for models with windows (docs/decisions/019).
 
 Source of the names: ``commands/config/config_args.py`` and ``launch.py`` of accelerate 1.15.0; of
 what a ring refuses: ``_attach_context_parallel_hooks`` in its ``big_modeling.py``.
 
-Of a trial's file a user's field stays unless it says how many processes there are and where, or a
-named setting. How states are shared is the user's too, if it is not by FSDP (docs/decisions/059).
+In a trial's file the user's fields stay, except for the number and place of processes, and named
+settings. A way to share states other than FSDP also stays the user's (docs/decisions/059).
 """
 
 from collections.abc import Collection, Mapping
@@ -61,13 +60,13 @@ FILE = "accelerate.yaml"
 _FUSED_LOSS = ", where Liger fuses it: `use_liger_kernel=True` of transformers' TrainingArguments"
 _COMMAND = f"accelerate launch --config_file {FILE} train.py"
 SequenceSharing = Literal["none", "ring", "heads"]
-"""A sequence is shared not at all, by FSDP2's ring, or by DeepSpeed's heads."""
+"""How GPUs share a sequence: not at all, by FSDP2's ring, or by DeepSpeed's Ulysses."""
 
 
 def accelerate(
     found: Recommendation, chosen: Candidate, *, model_path: str | None = None
 ) -> Emitted:
-    """Configure processes and sharing; UsageError for layouts that neither backend has."""
+    """Configure processes and sharing. Raises UsageError for layouts that neither backend has."""
     cell, shape = chosen.cell, shape_here(found, model_path)
     refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, WORDS))
     settings, sharing = cell.settings, sharing_of(cell.layout, shape)
@@ -99,8 +98,8 @@ def accelerate(
 
 
 def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) -> str | None:
-    """Why neither DeepSpeed nor FSDP2 has a layout in accelerate, in words; None where one has."""
-    if layout.context_degree > 1 and shape is not None and not shape.reads_everything:
+    """Reason, in words, why accelerate has a layout neither with DeepSpeed nor FSDP2; else None."""
+    if layout.context_degree > 1 and shape is not None and not shape.has_plain_attention:
         if layout.ring_degree > 1:
             return (
                 f"{words.name}'s ring needs layers that read every earlier token, and "
@@ -117,24 +116,24 @@ def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) ->
 
 
 def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
-    """Share a sequence round a ring where FSDP2 can, whatever was predicted."""
+    """The way in which a layout shares sequences: a ring if FSDP2 can, whatever was predicted."""
     if layout.context_degree == 1:
         return "none"
-    return "ring" if shape is None or shape.reads_everything else "heads"
+    return "ring" if shape is None or shape.has_plain_attention else "heads"
 
 
 def padded_to(layout: Layout, sharing: SequenceSharing) -> int:
-    """Tokens of which a row's length is a multiple: a ring's ranks hold two chunks of it each."""
+    """Tokens to whose multiple a row is padded: each rank of a ring holds two chunks of a row."""
     return layout.context_degree * (2 if sharing == "ring" else 1)
 
 
 def attention(sharing: SequenceSharing, shape: ModelShape | None) -> str:
-    """The attention that transformers is told to use: torch's context parallelism has one alone."""
+    """Name in transformers of the attention: torch's context parallelism supports only ``sdpa``."""
     return "sdpa" if sharing == "ring" else fused_attention(shape)
 
 
 def instead(cell: Cell, sharing: SequenceSharing) -> tuple[str, ...]:
-    """Replacements of what was predicted where GPUs share sequences; nothing where they do not."""
+    """Sentences on predicted ways of sharing sequences that accelerate replaces; else empty."""
     strategy, layout = cell.settings.strategy, cell.layout
     if sharing == "heads":
         return (
@@ -181,7 +180,7 @@ def _of_the_script(
 
 
 def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
-    """Keys by which processes start, and share states and sequences."""
+    """Keys for the start of processes, and for sharing states and sequences."""
     layout = cell.layout
     if cell.settings.activations == "host":
         _refuse_host(cell, sharing)
@@ -201,7 +200,7 @@ def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
 
 
 def _refuse_host(cell: Cell, sharing: SequenceSharing) -> None:
-    """Refuse layers' activations on the host but with FSDP2, which alone puts them there.
+    """Raise UsageError for activations on the host without FSDP2, which alone supports them.
 
     Source: ``FullyShardedDataParallelPlugin`` of accelerate 1.15.0.
     """
@@ -215,7 +214,7 @@ def _refuse_host(cell: Cell, sharing: SequenceSharing) -> None:
 
 
 def _deepspeed(cell: Cell) -> dict[str, Value]:
-    """ZeRO-3 for the states, Ulysses for the sequences."""
+    """Keys of DeepSpeed: ZeRO-3 for the states, Ulysses for the sequences."""
     where = "cpu" if cell.settings.offloads_model else "none"
     zero: dict[str, Value] = {
         "zero_stage": 3,
@@ -238,7 +237,7 @@ def _deepspeed(cell: Cell) -> dict[str, Value]:
 
 
 def _mesh(layout: Layout) -> dict[str, Value]:
-    """Copies and rings of FSDP2; nothing where there are none."""
+    """Keys for FSDP2's copies and rings; empty without both."""
     copies, ring = layout.replicate_degree, layout.context_degree
     if copies == ring == 1:
         return {}
@@ -252,7 +251,7 @@ def _mesh(layout: Layout) -> dict[str, Value]:
 
 
 def _fsdp(cell: Cell, *, is_second: bool) -> dict[str, Value]:
-    """Keys of FSDP1 or FSDP2; ``is_second``: of FSDP2 whatever was predicted."""
+    """Keys of FSDP1 or FSDP2; ``is_second``: FSDP2, whatever was predicted."""
     settings = cell.settings
     is_second |= settings.strategy == "fsdp2"
     return {
@@ -276,9 +275,9 @@ ON_THE_CPU: Mapping[str, Any] = {
     "num_processes": 1,
     "use_cpu": True,
 }
-"""The file of a trial on the CPU."""
+"""Fields of a trial on the CPU."""
 SHARDING = ("fsdp_version", "fsdp_reshard_after_forward", "fsdp_use_orig_params")
-"""FSDP's keys that say how states are sharded."""
+"""FSDP's keys for the sharding of states."""
 _ONE_MACHINE: Mapping[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
     "num_machines": 1,
@@ -287,17 +286,17 @@ _ONE_MACHINE: Mapping[str, Any] = {
     "gpu_ids": "all",
     "use_cpu": False,
 }
-"""Processes of every trial on GPUs: those of its own GPUs, and no others."""
+"""Fields of every trial on GPUs, whose processes are on its own GPUs alone."""
 _OF_A_CLUSTER = (
     *("main_process_ip", "rdzv_backend", "same_network", "mpirun_config"),
     *("command_file", "commands", "tpu_name", "tpu_zone", "tpu_vm", "tpu_env"),
     *("tpu_use_cluster", "tpu_use_sudo"),
 )
-"""The user's fields about machines that a trial has not."""
+"""The user's fields about several machines, which a trial leaves out."""
 _SHARED = ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config")
-"""Sections about how several processes share."""
+"""Sections on how several processes share states and sequences."""
 _KEPT_MODES = ("NO", "MULTI_GPU", "DEEPSPEED", "MEGATRON_LM")
-"""Ways to share states, or none, that stay where the user's file says them."""
+"""Values of ``distributed_type``, besides FSDP, that a trial keeps from the user's file."""
 _BY_COMMAND = (
     "start accelerate yourself: `--trainer command --command 'accelerate launch --config_file "
     "accelerate.yaml --num_processes {gpus} train.py --max-len {length}'`"
@@ -305,11 +304,11 @@ _BY_COMMAND = (
 
 
 ENDS: Mapping[str, Any] = TRIAL_FIELDS["ends"]
-"""Ends of every trial by transformers' trainer: no other output, and no batch that shrinks."""
+"""Last fields of every trial by transformers' trainer: no other output, no shrinking batch."""
 
 
 def refuse_unlaunched(spec: TrialSpec, *, name: str) -> None:
-    """Raise UsageError for settings that accelerate, or ``name`` above it, does not launch with."""
+    """Raise UsageError for settings that accelerate, or the trainer ``name``, cannot launch."""
     settings, layout = spec.settings, spec.layout
     if layout.ring_degree > 1 and settings.strategy == "fsdp":
         raise UsageError(f"{name}'s ring is FSDP2's, not FSDP's", hint="use `--strategy fsdp2`")
@@ -341,7 +340,7 @@ def refuse_unlaunched(spec: TrialSpec, *, name: str) -> None:
 def launcher_file(
     spec: TrialSpec, shape: ModelShape, base: Mapping[str, Any], *, source: str
 ) -> TrialFiles:
-    """Accelerate's file for a trial, over the user's own, ``source``; UsageError for conflicts."""
+    """Accelerate's file for a trial, on the user's (``base``, of ``source``). Raises UsageError."""
     refuse_unlaunched(spec, name="accelerate")
     if spec.layout.ulysses_degree > 1:
         raise UsageError(
@@ -354,7 +353,7 @@ def launcher_file(
     if spec.device == "cuda":
         _refuse_base(base, source)
     kept = {name: value for name, value in base.items() if name not in _OF_A_CLUSTER}
-    if spec.device == "cpu":  # one process, which shares nothing; what else the user has stays
+    if spec.device == "cpu":  # one process, which shares nothing; the user's other fields stay
         kept = {name: value for name, value in kept.items() if name not in _SHARED}
         fixed = {name: value for name, value in ON_THE_CPU.items() if name != "mixed_precision"}
         return TrialFiles(
@@ -398,7 +397,7 @@ def over_fsdp(
     *,
     ours_always: Collection[str],
 ) -> dict[str, Any]:
-    """FSDP's keys: the user's where a setting is not named, ours where it was, or always."""
+    """FSDP's keys: ours for named settings and ``ours_always``, the user's for all others."""
     meant = {*ours_always}
     meant |= {"fsdp_offload_params"} if "offload" in settings.named else set()
     meant |= {"fsdp_activation_checkpointing"} if "recompute" in settings.named else set()
@@ -406,7 +405,7 @@ def over_fsdp(
 
 
 def _refuse_base(base: Mapping[str, Any], source: str) -> None:
-    """Raise UsageError for a file of another machine, or of shares that no trial has."""
+    """Raise UsageError for a file for other machines, or with ways to share that no trial has."""
     where = base.get("compute_environment") or "LOCAL_MACHINE"
     mode = base.get("distributed_type") or "FSDP"
     if where != "LOCAL_MACHINE" or mode not in ("FSDP", *_KEPT_MODES):
@@ -424,7 +423,7 @@ def _refuse_base(base: Mapping[str, Any], source: str) -> None:
 
 
 def _refuse_without_fsdp(spec: TrialSpec, mode: str, source: str) -> None:
-    """Raise UsageError for what FSDP alone has, where the user's file has something else."""
+    """Raise UsageError for flags that need FSDP if the user's file has another ``mode``."""
     named, layout = spec.settings.named, spec.layout
     flags = {
         "--ring": layout.ring_degree > 1,
@@ -445,14 +444,14 @@ def _refuse_without_fsdp(spec: TrialSpec, mode: str, source: str) -> None:
 
 
 def _changed(base: Mapping[str, Any], values: Mapping[str, Any], source: str) -> tuple[str, ...]:
-    """Name the user's fields, but the number of processes, that the trial says otherwise."""
+    """Notes naming the user's fields, but for the number of processes, that the trial changes."""
     before, after = ({**each, **fsdp_keys(each)} for each in (base, values))
     changed = (name for name, value in before.items() if value and after.get(name) != value)
     return told_of(source, [*{*changed} - {"fsdp_config", "num_processes"}])
 
 
 def _prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> ForeignCommand:
-    """The command of a trial that accelerate launches, whose file is written into its folder."""
+    """Write accelerate's file into a trial's folder, and return the command that launches it."""
     found = _launcher_file(spec, foreign)
     write_files({FILE: found.config}, found.notes, home.folder)
     model = home.prepared(None) if _opens_model(foreign) else None
@@ -474,7 +473,7 @@ def _launcher_file(spec: TrialSpec, foreign: ForeignTrainer) -> TrialFiles:
 
 
 def _opens_model(foreign: ForeignTrainer) -> bool:
-    """True if the command is told the model's directory."""
+    """True if the command has a placeholder for the model's directory."""
     return "model" in placeholders_of(foreign.command)
 
 

@@ -1,10 +1,9 @@
-"""A recommendation as AReaL's YAML for GRPO.
+"""AReaL: a recommendation as its YAML for GRPO.
 
 AReaL's FSDP engine is FSDP2 with Ulysses, which it calls context parallelism
-(``areal/engine/fsdp_engine.py``). A micro-batch is cut before a sequence is shared, so
-``max_tokens_per_mb`` counts the tokens of all GPUs that share one.
-
-SGLang takes adapters from files alone: ``disk`` with LoRA (``engine/sglang_remote.py``).
+(``areal/engine/fsdp_engine.py``). A micro-batch is made before sequences are shared, so
+``max_tokens_per_mb`` counts the tokens of all GPUs that share a sequence.
+SGLang takes adapters only from files: ``disk`` with LoRA (``engine/sglang_remote.py``).
 
 Source of the names: ``areal/api/cli_args.py`` and ``alloc_mode.py`` of areal 1.0.4.
 """
@@ -33,11 +32,11 @@ _UNTESTED = (
 )
 _FSDP1 = "FSDP1: its engine is FSDP2, for which this length was not predicted"
 _NAMED = ("actor", "saver", "evaluator", "recover", "stats_logger")
-"""Sections that want the names of what is run."""
+"""Sections that need the names of experiment and trial."""
 
 
 def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Write a whole file, but for the data. UsageError without GPUs set aside for its rollout."""
+    """Make a whole file, but for the data. Raises UsageError without GPUs set aside for rollout."""
     if not found.rollout_gpus:
         raise UsageError(
             "AReaL's rollout has GPUs of its own, and none are set aside",
@@ -89,7 +88,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
 
 
 def _lora_values(lora: Lora | None) -> dict[str, Value]:
-    """Adapters, of the actor and as its rollout serves them."""
+    """Fields of adapters, for the actor and for the rollout that serves them."""
     if lora is None:
         return {}
     return {

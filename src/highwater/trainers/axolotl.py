@@ -1,10 +1,10 @@
-"""Axolotl: its configuration file for supervised training, of a recommendation and of a trial.
+"""Axolotl: its configuration file for supervised training, for a recommendation and for a trial.
 
 Its context parallelism is ring-flash-attn's, beside FSDP2: keys and values of a few heads are
-gathered where sequences are packed, and passed round a ring where they are not. FSDP2 there trains
-parameters in the dtype that they are loaded in, which is bfloat16.
+gathered if sequences are packed, and passed round a ring if not. Its FSDP2 trains parameters in the
+dtype that they are loaded in, bfloat16.
 
-Source of the names: ``utils/schemas`` of axolotl 0.19.0; of what they do: ``utils/trainer.py``,
+Source of the names: ``utils/schemas`` of axolotl 0.19.0; of their effects: ``utils/trainer.py``,
 ``monkeypatch/accelerate/fsdp2.py`` and ``monkeypatch/ring_attn``.
 """
 
@@ -52,7 +52,7 @@ _OF_LIGER = (
     *("liger_rope", "liger_rms_norm", "liger_glu_activation"),
     "liger_fused_linear_cross_entropy",
 )
-"""Its kernels, all of which the predicted step has, as the others' one switch turns them on."""
+"""Liger's kernels: the predicted step has all of them, as one switch does in other trainers."""
 _CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 _NARROW = (
     "parameters in float32: with FSDP2 it has them, their gradients and both moments in bfloat16, "
@@ -68,7 +68,7 @@ _LOSSES = {
     "error says how to install it",
 }
 _FIRST: Mapping[str, Value] = {"use_orig_params": True, "sync_module_states": True}
-"""Keys for FSDP1 besides; it shards everything by default."""
+"""Further keys for FSDP1, which shards everything by default."""
 _MESH = ("dp_replicate_size", "dp_shard_size", "context_parallel_size")
 _RECOMPUTES = "gradient_checkpointing"
 _ON_HOST: Mapping[str, Value] = {_RECOMPUTES: True, "activation_offloading": "hidden_states"}
@@ -76,7 +76,7 @@ _SHARDING = (
     *("reshard_after_forward", "use_orig_params", "sync_module_states", "state_dict_type"),
     *("final_state_dict_type", "version", "sharding_strategy"),
 )
-"""FSDP's keys that are never the user's: sharding, and saving no whole model at the end."""
+"""FSDP's keys that a trial always sets: sharding, and how the model is saved at the end."""
 _SFT = "leave it out: trials are of its supervised training"
 _BY_COMMAND = (
     "leave it out, or start it yourself: `--trainer command --command 'axolotl train base.yaml "
@@ -115,7 +115,7 @@ class _Axolotl(Finetuner):
         return bool(_fused_values(training))
 
     def variables(self, settings: Settings) -> dict[str, str]:
-        # it turns expandable segments on by itself where the environment says nothing
+        # Axolotl turns expandable segments on by itself if the environment says nothing
         return allocator_environment(settings.allocator)
 
     def command(self, training: FineTuning) -> str:
@@ -171,7 +171,7 @@ class _Axolotl(Finetuner):
             **self._lora_values(settings),
             **yarn_values(training.yarn, "overrides_of_model_config"),
             **_fused_values(training),
-            # by its own recomputation, in the place of FSDP's
+            # by Axolotl's own recomputation, in place of FSDP's
             **({} if settings.activations == "gpu" else _ON_HOST),
             **_sharding(cell),
             "datasets.0.path": DATASET,
@@ -179,7 +179,7 @@ class _Axolotl(Finetuner):
         }
 
     def _lora_values(self, settings: Settings) -> dict[str, Value]:
-        """Adapters as peft has them; a model in NF4 is bitsandbytes', its scales quantized, too."""
+        """Fields of peft's adapters; NF4 is bitsandbytes', with quantized scales."""
         lora = settings.adapters
         if lora is None:
             return {}
@@ -227,7 +227,7 @@ class _Axolotl(Finetuner):
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """FSDP's section over the user's own, and one of both recomputes; on the CPU no FSDP."""
+        """FSDP's section merged with the user's, with one recomputation; on the CPU no FSDP."""
         recomputes = of_recomputation(launched, base)
         if launched.is_on_cpu:
             own = dict.fromkeys(("fsdp_version", "fsdp_config", *_MESH))
@@ -248,12 +248,12 @@ class _Axolotl(Finetuner):
             meant.append("activation_checkpointing")
         kept = {name: value for name, value in theirs.items() if name not in meant}
         own = {"fsdp_config": {**ours, **kept}}
-        # as the user's file has it: a mode of Axolotl's own, too
+        # the user's value stays, which may be a mode of Axolotl's own
         own |= {_RECOMPUTES: config[_RECOMPUTES] if recomputes else None}
         return TrialFiles({**config, **own})
 
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
-        """Its own command, without the launcher's file that ``accelerate config`` may have left."""
+        """Axolotl's own command, not by accelerate, which would read the user's default file."""
         told = (*words, "train", str(launched.place.folder / FILE), "--launcher")
         if launched.is_on_cpu:
             return (*told, "python")
@@ -268,20 +268,20 @@ AXOLOTL = _Axolotl()
 
 
 def _is_second(cell: Cell) -> bool:
-    """True if FSDP2 shards the states: copies and shared sequences are its alone."""
+    """True if FSDP2 shards the states, which copies and shared sequences also need."""
     layout = cell.layout
     is_alone = layout.context_degree == layout.replicate_degree == 1
     return cell.settings.strategy == "fsdp2" or not is_alone
 
 
 def _packs(cell: Cell) -> bool:
-    """True if sequences are packed: of several GPUs' one row alone may be."""
+    """True if sequences are packed: among GPUs that share sequences, only a single row may be."""
     settings = cell.settings
     return cell.layout.context_degree == 1 or settings.sequences_per_micro_batch == 1
 
 
 def _fused_values(training: FineTuning) -> dict[str, Value]:
-    """The loss without whole logits, of known families: Axolotl would patch others wrongly."""
+    """Fields of a loss without whole logits, for known families: Axolotl patches others wrongly."""
     if is_fused(training.cell, training.shape, LIGER):
         return {"plugins.0": _LIGER, **dict.fromkeys(_OF_LIGER, True)}
     if is_fused(training.cell, training.shape, CUT_CROSS_ENTROPY):
@@ -290,14 +290,14 @@ def _fused_values(training: FineTuning) -> dict[str, Value]:
 
 
 def _sharding(cell: Cell) -> dict[str, Value]:
-    """FSDP, by which its own recomputation goes, and the degrees that are not 1."""
+    """Fields of FSDP, with its recomputation, and the degrees above 1."""
     settings, layout, is_second = cell.settings, cell.layout, _is_second(cell)
     fsdp: dict[str, Value] = {
         "offload_params": settings.offloads_model,
         "activation_checkpointing": settings.recompute != "none" and settings.activations == "gpu",
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "state_dict_type": "SHARDED_STATE_DICT",
-        # it refuses the other with a model in four bits
+        # Axolotl refuses True with a model in four bits
         "cpu_ram_efficient_loading": settings.lora_base != "nf4",
         **({"reshard_after_forward": True} if is_second else _FIRST),
     }

@@ -1,7 +1,7 @@
-"""Emitted: a recommendation in a trainer's words, by whose prediction, and what all share.
+"""Emitted: a recommendation as a trainer's configuration, and the parts that all trainers share.
 
-Logits: Hugging Face's loss, and torchtitan's, makes a copy of all logits in float32, whose gradient
-is as large. A fused loss makes a few at a time, and is written for some families alone. Sources:
+Logits: Hugging Face's loss, like torchtitan's, makes a float32 copy of all logits, whose gradient
+is as large. A fused loss makes a few at a time, and exists for some families only. Sources:
 ``MODEL_TYPE_TO_APPLY_LIGER_FN`` of liger-kernel 0.8.1 and 0.8.5, but granite, whose patch refuses
 the fused loss; ``integrations/cut_cross_entropy/README.md`` of axolotl 0.19.0; ``ForCausalLMLoss``
 in ``loss/loss_utils.py`` of transformers 5.6.0.
@@ -37,62 +37,62 @@ WHOLE_SHARDS = (
     "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "
     "takes 8 bytes for each number of the largest"
 )
-"""A trainer that has its moments of 8 bits from torchao cannot express this."""
+"""Sentence on settings that a trainer with torchao's 8-bit moments cannot express."""
 OPTIMIZERS: Mapping[OptimizerName, str] = {
     "adamw": "adamw_torch_fused",
     "adamw-8bit": "adamw_torch_8bit",
 }
-"""``optim`` of transformers' trainer, its default first: the second is torchao's ``AdamW8bit``,
-compared with ours in tests/numeric/test_low_bit.py; FSDP2 shards that, and not bitsandbytes'. It
-has none with moments in bfloat16 beside float32 parameters."""
+"""``optim`` of transformers' trainer for each optimizer, its default first. The second is torchao's
+``AdamW8bit``, compared with ours in tests/numeric/test_low_bit.py, which FSDP2 can shard, unlike
+bitsandbytes'. There is none with moments in bfloat16 and parameters in float32."""
 DIVIDED = (
     "{} rollout engines of one GPU each: how they are divided is not part of the recommendation"
 )
-"""What is said of so many GPUs set aside."""
+"""Sentence on the GPUs set aside for rollout, with their number."""
 DATASET = "REPLACE-WITH-YOUR-DATASET"
-"""Stands where a file has to name data, which are the user's."""
+"""Stand-in for data, which the user has to name in a file."""
 
 
 class Emitted(Record, frozen=True, kw_only=True):
-    """One configuration."""
+    """One configuration of a trainer."""
 
     schema_version: int = 1
     target: Target
     checked_with: str
-    """Version of the package whose names these are."""
+    """Version of the trainer's package that the names are from."""
     values: dict[str, Value]
-    """Settings by name, the sections of a name joined by dots."""
+    """Settings by name, with sections joined by dots."""
     environment: dict[str, str]
     """Variables to set before any process starts, Ray's included."""
     cannot: tuple[str, ...] = ()
-    """Parts of the recommendation that the trainer has no words for; the text says them too."""
+    """Parts of the recommendation that the trainer cannot express, which the text also names."""
     fits: bool | None = None
-    """True if it fits, by a prediction of this very trainer's step. None: nobody predicted that
-    one. False: its logits are larger than a GPU, alone or with the rest of the predicted step."""
+    """True: it fits by a prediction of this trainer's own step. None: that step is not predicted.
+    False: the logits exceed a GPU, alone or with the rest of the predicted step."""
     logits_bytes: int | None = None
-    """Bytes of a GPU that logits in float32 take, where the trainer's loss holds them whole."""
+    """Bytes of a GPU for logits, if the trainer's loss holds them whole; else None."""
     beside: dict[str, str] = msgspec.field(default_factory=dict)
-    """Other files that the text names, by their names."""
+    """Contents of further files that the text names, by file name."""
     command: str
     """The command that starts the training."""
     text: str
-    """The file, to be written as it is."""
+    """Content of the file."""
 
     @property
     def alone(self) -> str:
-        """The text where nothing is written beside it, which says so."""
+        """The text for when the files ``beside`` are not written, with a comment that says so."""
         half = "# This is half of the configuration: `-o DIR` writes the rest, too. Beside it "
         return self.text.replace("# beside it ", half, 1).rstrip("\n")
 
 
 class Dialect(NamedTuple):
-    """A trainer that configurations are written for: its name, and what every one of them says."""
+    """A trainer that configurations are written for: its names, and their common parts."""
 
     target: Target
     name: str
     """The trainer's name as its users write it."""
     version: str
-    """Version of its package whose names are written."""
+    """Version of the trainer's package that the names are from."""
 
     def emitted(
         self,
@@ -110,9 +110,9 @@ class Dialect(NamedTuple):
         beside: Mapping[str, str] = MappingProxyType({}),
         text: Callable[[str], str] | None = None,
     ) -> Emitted:
-        """The configuration: its values under what is said of it. That is the heading, ``said``,
-        what the trainer cannot express, the model's YaRN block after the reason ``yarn`` for it,
-        and any ``start``. ``text`` makes the file from that comment; None: it is YAML.
+        """Make the configuration: values below a comment with the heading, ``said``, parts that the
+        trainer cannot express, the model's YaRN block with the reason ``yarn``, and, after the word
+        ``start`` (empty: not), the command. ``text`` makes the file from the comment; None: YAML.
         """
         comments = comment(
             [
@@ -138,7 +138,7 @@ class Dialect(NamedTuple):
     def _heading(
         self, found: Recommendation, chosen: Candidate, logits_bytes: int | None
     ) -> list[str]:
-        """Say what the configuration is, and who says that it fits, or what it is compared with."""
+        """Lines on the configuration: its purpose, and the prediction or comparison behind it."""
         rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
         title = (
             f"{self.name} {self.version}: {found.model_name}, {format_tokens(found.length_tokens)} "
@@ -168,7 +168,7 @@ class Dialect(NamedTuple):
     def other_objective(
         self, objective: Objective, known: Collection[Objective] = ("sft",), *, is_written: bool
     ) -> str | None:
-        """Say that the trainer lacks the objective, and which it has; None where it has it."""
+        """Sentence that the trainer lacks an objective, with those it has; None if it has it."""
         if objective in known:
             return None
         has = ", ".join(known)
@@ -177,7 +177,7 @@ class Dialect(NamedTuple):
         return f"{self.name} trains {has}, not {objective}"
 
     def refuse_optimizer(self, settings: Settings) -> None:
-        """Refuse an optimizer transformers lacks, and parameters rounded at random."""
+        """Raise UsageError for an optimizer that transformers lacks, and for bf16 parameters."""
         is_narrow = settings.parameters != "float32"
         if not is_narrow and settings.optimizer in OPTIMIZERS:
             return
@@ -189,7 +189,7 @@ class Dialect(NamedTuple):
         )
 
     def shared_copies(self, layout: Layout) -> str | None:
-        """Say that copies would share sequences, for which the mesh has no place; or None."""
+        """Sentence that copies would share sequences, which the mesh cannot express; else None."""
         if layout.shard_degree % layout.context_degree == 0:
             return None
         return (
@@ -198,7 +198,7 @@ class Dialect(NamedTuple):
         )
 
     def engine_alone(self, settings: Settings) -> list[str]:
-        """Settings that only highwater's own engine has."""
+        """Sentences on settings that only highwater's own engine has."""
         said: list[str] = []
         if settings.recompute == "all-but-attention":
             said.append(
@@ -216,7 +216,7 @@ class Dialect(NamedTuple):
         return said
 
     def whole_alpha(self, lora: Lora) -> int:
-        """Alpha as a whole number; raises UsageError for another."""
+        """LoRA's alpha as a whole number. Raises UsageError if it is none."""
         if lora.alpha != int(lora.alpha):
             raise UsageError(
                 f"{self.name}'s lora_alpha is a whole number, and {lora.alpha} is not",
@@ -225,7 +225,7 @@ class Dialect(NamedTuple):
         return int(lora.alpha)
 
     def one_dtype(self, field: str) -> str:
-        """Say that a frozen model has its adapters' dtype, in ``field``: a comment's line."""
+        """Line of a comment: a frozen model has the dtype of its adapters, set in ``field``."""
         return (
             f"{self.name} has one dtype for adapters and the frozen model, {field}: float32, which "
             "counts 4 bytes for each of its parameters; bf16 would train adapters in bf16"
@@ -233,41 +233,41 @@ class Dialect(NamedTuple):
 
 
 def other_optimizer(settings: Settings) -> dict[str, Value]:
-    """The field of an optimizer that is not the default."""
+    """The ``optim`` field of an optimizer; empty for the default."""
     name = settings.optimizer
     return {} if name == Settings().optimizer else {"optim": OPTIMIZERS[name]}
 
 
 def yaml_text(values: Mapping[str, Value]) -> str:
     """The values as YAML, sections and lists within each other."""
-    import yaml  # here: the grammar of the command line needs the names of targets alone
+    import yaml  # not above: the grammar of the command line needs only the names of targets
 
     return yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Variables that a rung sets before any process starts."""
+    """Environment variables that settings need before any process starts."""
     return allocator_environment("expandable") if settings.allocator == "expandable" else {}
 
 
 def exports(variables: Mapping[str, str], *, before: str = "it starts") -> list[str]:
-    """The variables as a shell sets them, where there are any: lines of a comment."""
+    """Lines of a comment that export variables in a shell; empty without variables."""
     words = [f"{name}={value}" for name, value in variables.items()]
     return [f"before {before}: export {' '.join(words)}"] if words else []
 
 
 def model_lies(model_path: str | None, *, before: str = "it starts") -> list[str]:
-    """Says where to put the model's directory, where nobody did: lines of a comment."""
+    """Lines of a comment on where to name the model's directory; empty if it is named."""
     return [] if model_path else [f"before {before}: export MODEL_PATH=the model's directory"]
 
 
 def yaml_path(model_path: str | None) -> str:
-    """The model's directory in a file that OmegaConf reads, or the environment's variable."""
+    """The model's directory for a file that OmegaConf reads; None: a variable's interpolation."""
     return "${oc.env:MODEL_PATH}" if model_path is None else literal(model_path)
 
 
 def shape_here(found: Recommendation, model_path: str | None) -> ModelShape | None:
-    """The shape of the model that a recommendation is of; None where its files are not here."""
+    """The shape of a recommendation's model; None if its files are not on this machine."""
     try:
         return load_model(model_path or found.model_name).shape
     except ModelError:
@@ -284,11 +284,11 @@ ATTENTIONS = {
     "flex_attention": FLEX,
     "sdpa": f"sdpa: flash_attention_2 takes no heads of more than {WIDEST_FUSED_HEAD} numbers",
 }
-"""What is said of an attention other than flash_attention_2."""
+"""Sentences on attentions other than flash_attention_2."""
 
 
 def fused_attention(shape: ModelShape | None) -> str:
-    """The attention that transformers is told to use, of those that the model's class takes."""
+    """Name in transformers of the fused attention that the model's class supports."""
     if shape is not None and shape.widest_head > WIDEST_FUSED_HEAD:
         return "sdpa"
     has_sinks = shape is not None and any(run.kind.attention.has_sinks for run in shape.runs)
@@ -296,11 +296,11 @@ def fused_attention(shape: ModelShape | None) -> str:
 
 
 Obstacle = Callable[[Objective, Layout], str | None]
-"""Says why a trainer cannot train an objective in a layout, in words; None where it can."""
+"""Returns the reason why a trainer cannot train an objective in a layout; None if it can."""
 
 
 def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
-    """Raise UsageError for what a trainer cannot train, with the smallest changes that will do."""
+    """Raise UsageError for a cell that a trainer cannot train; the hint has the fewest changes."""
     asked, layout = cell.settings.objective, cell.layout
     problem = obstacle(asked, layout)
     if problem is None:
@@ -319,13 +319,13 @@ def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
 
 
 def to_replace(*names: str, settings: Settings) -> str:
-    """Name what the user fills in, as a comment's line. A step of one micro-batch stays so."""
+    """Line of a comment with fields that the user fills in, accumulation only if it is used."""
     steps = ("gradient_accumulation_steps",) if settings.accumulates else ()
     return f"yours to replace: {', '.join((*names, *steps))}"
 
 
 def listed(name: str, values: Iterable[Value]) -> dict[str, Value]:
-    """A list as values by name: ``{"a.0": 1, "a.1": 2}``."""
+    """Values of a list by name and number: ``{"a.0": 1, "a.1": 2}``."""
     return {f"{name}.{number}": value for number, value in enumerate(values)}
 
 
@@ -338,7 +338,7 @@ def lora_words(lora: Lora) -> str:
 
 
 def refuse_several_machines(layout: Layout, device_name: str) -> None:
-    """Raise UsageError for GPUs of several machines, of which no configuration is written."""
+    """Raise UsageError for GPUs of several machines: configurations are for one machine."""
     if layout.is_several_machines:
         kind = kind_of(device_name)
         gpus = f"{layout.machine_gpus}{f'x{kind.name}' if kind else ''}"
@@ -351,8 +351,8 @@ def refuse_several_machines(layout: Layout, device_name: str) -> None:
 def unpredicted(
     found: Recommendation, chosen: Candidate, *, name: str, logits_bytes: int | None
 ) -> str:
-    """Say that nobody predicted a trainer, what the predicted step takes for comparison, and what
-    the trainer's logits take besides; that it does not fit where those exceed a GPU.
+    """Sentences for a trainer that is not predicted: the memory of the predicted step for
+    comparison, and of the trainer's logits; or that it does not fit if these exceed a GPU.
     """
     what = f"{found.model_name} at {format_tokens(found.length_tokens)} tokens"
     room_bytes = found.device_bytes - found.reserved_bytes
@@ -380,7 +380,7 @@ def unpredicted(
 
 
 def _bought(found: Recommendation, chosen: Candidate) -> list[str]:
-    """Say what a chunked loss buys, where whole logits are predicted, too."""
+    """Sentence on the memory that a chunked loss saves; empty if whole logits are not predicted."""
     cell = chosen.cell.changed(loss="full")
     whole = next((each for each in found.candidates if each.cell == cell != chosen.cell), None)
     if whole is None or whole.headroom_bytes is None or chosen.headroom_bytes is None:
@@ -392,14 +392,14 @@ def _bought(found: Recommendation, chosen: Candidate) -> list[str]:
 
 
 def yarn_lines(found: Recommendation, *, why: str) -> list[str]:
-    """The block for the model's config.json: lines of a comment; none up to the native length."""
+    """Lines of a comment with YaRN's block for the model's config.json; empty if not needed."""
     if found.yarn is None:
         return []
     return [f"YaRN: {why}; in the model's config.json:", json.dumps(found.yarn.block)]
 
 
 def yarn_values(yarn: Yarn | None, section: str) -> dict[str, Value]:
-    """The same as values of a trainer's section that overrides the model's config."""
+    """YaRN's block as values of a trainer's section that overrides the model's config."""
     if yarn is None:
         return {}
     parameters = yarn.rope_parameters.items()
@@ -410,7 +410,7 @@ def yarn_values(yarn: Yarn | None, section: str) -> dict[str, Value]:
 
 
 def answered_first(found: Emitted, answer: str) -> Emitted:
-    """The configuration, whose files say the answer in their first comment; JSON has none."""
+    """The configuration with ``answer`` as the first comment of each file but JSON."""
     beside = {name: _answered_first(text, answer) for name, text in found.beside.items()}
     return found.replace(text=_answered_first(found.text, answer), beside=beside)
 
@@ -423,13 +423,13 @@ def _answered_first(text: str, answer: str) -> str:
 
 
 def comment(lines: list[str]) -> str:
-    """The lines as a comment of YAML and of a shell; what is not printable ends no line."""
+    """The lines as a comment of YAML or a shell; unprintable characters become ``?``."""
     return "".join(f"# {''.join(c if c.isprintable() else '?' for c in line)}\n" for line in lines)
 
 
 def literal(text: str) -> str:
-    r"""The text as OmegaConf's text: ``${`` begins no interpolation there, ``\${``. Backslashes
-    count before ``${`` alone.
+    r"""Escape a text for OmegaConf, so that ``${`` begins no interpolation: ``\${``. Backslashes
+    have a meaning only before ``${``.
 
     Source: OmegaConf's grammar, checked with 2.3.1.
     """
@@ -437,7 +437,7 @@ def literal(text: str) -> str:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"a.b": 1, "c.0.d": 2}`` as ``{"a": {"b": 1}, "c": [{"d": 2}]}``."""
+    """Nest values by name: ``{"a.b": 1, "c.0.d": 2}`` to ``{"a": {"b": 1}, "c": [{"d": 2}]}``."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *sections, last = name.split(".")
@@ -471,33 +471,32 @@ CUT_CROSS_ENTROPY: frozenset[str] = frozenset(
         *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss"),
     )
 )
-"""Families that train here and whose loss Axolotl fuses by Cut Cross Entropy, and not by Liger."""
+"""Families that train here, whose loss Axolotl fuses by Cut Cross Entropy but not by Liger."""
 _ELEMENT_BYTES = 2 + 4 + 4
-"""Bytes of a logit: in bfloat16 as the head made it, its copy in float32 and its gradient."""
+"""Bytes per logit: the head's in bfloat16, its copy in float32, and that one's gradient."""
 
 
 def is_fused(cell: Cell, shape: ModelShape | None, families: Collection[str] = LIGER) -> bool:
-    """True if a chunked loss was asked for, of one of these families or an unknown model."""
+    """True if the settings have a chunked loss, and the family is listed or the model unknown."""
     is_known = shape is None or shape.model_type in families
     return is_known and not cell.settings.holds_logits
 
 
 def unfused(cell: Cell, why: str) -> tuple[str, ...]:
-    """Say that a chunked loss was asked for, and why the trainer does not have it."""
+    """Sentence that the trainer lacks the chunked loss asked for; empty if it was not."""
     return () if cell.settings.holds_logits else (f"--loss chunked {why}: its logits are whole",)
 
 
 def whole_logits_bytes(chosen: Candidate, shape: ModelShape | None) -> int | None:
-    """Bytes of a GPU's logits of a micro-batch, whole; None without a model here, or logits."""
+    """Bytes of a micro-batch's whole logits on one GPU; None without a shape or without logits."""
     if shape is None or chosen.cell.settings.traits.gives_scalars:
         return None
     return _ELEMENT_BYTES * shape.vocab_size * chosen.token_budget_tokens
 
 
 def bytes_with_logits(found: Recommendation, chosen: Candidate, logits_bytes: int) -> int:
-    """Bytes of a GPU that a trainer's whole logits take together with the rest of the predicted
-    step's, which of those 10 bytes has the 2 of bfloat16 where its logits are whole, too. Where
-    nobody knows the rest, the logits' alone.
+    """Bytes of a GPU for a trainer's whole logits and the rest of the predicted step; if that step
+    holds whole logits, 2 of their 10 bytes count once. Without known headroom the logits' alone.
     """
     if chosen.headroom_bytes is None:
         return logits_bytes

@@ -1,10 +1,10 @@
-"""Trainers for supervised fine-tuning whose configuration is one file of YAML: what is emitted of
-a recommendation, and the file of a trial.
+"""Finetuners: trainers for supervised fine-tuning whose configuration is one YAML file, which is
+emitted for a recommendation, and written for a trial.
 
-A trial's file has the emitted words for its settings and the user's own fields beside them. A field
-of the user's stays unless it says the length, the batch, how processes share the work, the data,
-the steps or the output: those are the trial's. What the user's file does not say is the trainer's
-default; without a file it is what ``highwater emit`` says. What would make a trial prove something
+A trial's file has the emitted fields for its settings, and the user's own. A field of the user's
+stays unless it sets the length, the batch, how processes share the work, the data, the steps or the
+output, which the trial sets. Fields that the user's file leaves out have the trainer's defaults;
+without a file, the values of ``highwater emit``. A field that would make a trial prove something
 else is refused by name (docs/decisions/059).
 """
 
@@ -61,33 +61,33 @@ from highwater.units import format_tokens
 
 
 class FineTuning(NamedTuple):
-    """A training that a trainer is told of."""
+    """A training to be written as a trainer's configuration."""
 
     cell: Cell
     length_tokens: int
     model_path: str | None = None
     """The model's directory, or its id on the Hub; None: the command names it."""
     yarn: Yarn | None = None
-    """The scaling of the positions that the length needs."""
+    """YaRN for the length; None: not needed."""
     shape: ModelShape | None = None
-    """The model's layers, which tell whose loss can be fused; None: it is not here."""
+    """The model's shape, for the choice of attention and loss; None: not on this machine."""
     rollout_gpus: int = 0
-    """GPUs set aside for a server that generates."""
+    """Number of GPUs set aside for a server that generates."""
     rollout: Rollout | None = None
-    """vLLM beside the training, on its GPUs."""
+    """The vLLM engine on the training's GPUs; None: without."""
 
     @property
     def sharing(self) -> SequenceSharing:
-        """How accelerate shares its sequences among GPUs."""
+        """How accelerate shares the training's sequences among GPUs."""
         return sharing_of(self.cell.layout, self.shape)
 
 
 DOCUMENTS = "documents.jsonl"
-"""The trial's data: a text in each line, as long as the trial at least."""
+"""File of a trial's data: a text per line, at least as long as the trial's length."""
 _MORE_STEPS = 1
-"""Steps of documents beyond those of a trial: a trainer that packs or shuffles may leave some."""
+"""Further steps of documents than a trial has: a trainer that packs or shuffles may drop some."""
 COUNTED = "num_input_tokens_seen"
-"""A count of transformers' trainer, where it is asked to: tokens of every batch, padding too."""
+"""Optional count of transformers' trainer: tokens of all batches, with padding."""
 
 
 class TrialPlace(NamedTuple):
@@ -95,20 +95,20 @@ class TrialPlace(NamedTuple):
 
     model_directory: Path
     folder: Path
-    """The trial's own: configuration and data."""
+    """The trial's own folder, for configuration and data."""
     output: Path
 
 
 class FinetunerTrial(NamedTuple):
-    """A trial, as its processes are told of it."""
+    """A trial, with the paths of its processes."""
 
     spec: TrialSpec
     shape: ModelShape
     place: TrialPlace
     yarn: Yarn | None = None
-    """The scaling of the positions that the length needs."""
+    """YaRN for the length; None: not needed."""
     has_flash: bool = False
-    """True if the trainer's Python has the package flash-attn."""
+    """True if flash-attn can be used: installed, and without wide heads in the model."""
 
     @property
     def cell(self) -> Cell:
@@ -129,46 +129,46 @@ class FinetunerTrial(NamedTuple):
 
 
 class Finetuner(ABC):
-    """A trainer: how its configuration is emitted, how a trial of it is written and started."""
+    """A trainer whose configuration can be emitted, and whose trials can be written and started."""
 
     name: ClassVar[ForeignName]
     words: ClassVar[Dialect]
     program: ClassVar[str]
-    """The command that starts it, as pip installs it."""
+    """Name of the trainer's program, as pip installs it."""
     package: ClassVar[str]
-    """The package that has it."""
+    """Name of the package with the program."""
     subcommand: ClassVar[str]
     file: ClassVar[str]
-    """The name of its configuration."""
+    """Name of the configuration file."""
     yarn: ClassVar[str | None] = None
-    """Why the block of YaRN stands in the model's config.json; None: it is among the values."""
+    """Reason for YaRN's block in the model's config.json; None: the block is among the values."""
     unknown: ClassVar[str]
-    """What a family is to it whose loss it does not fuse."""
+    """Words on a family whose loss the trainer does not fuse."""
     left_out: ClassVar[Collection[str]]
-    """The user's fields on data, reports and checkpoints, left out; ``*`` stands for any end."""
+    """The user's fields on data, reports and checkpoints, which a trial drops; ``*``: any end."""
     ends: ClassVar[Mapping[str, Any]]
     """The last fields of every trial: no evaluation, no checkpoint, each step in the log."""
     refused: ClassVar[Mapping[str, str]]
-    """Fields that a trial cannot take over, and what to do instead."""
+    """Fields that a trial cannot take over from the user, and hints."""
     trains: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Fields that say what is trained, with the one value that a trial has."""
+    """Fields for the kind of training, with the one value that trials have."""
     by_setting: ClassVar[Mapping[str, Collection[str]]]
-    """Emitted fields, with ``*`` for any end, that a setting of ours is said by."""
+    """The emitted fields of each setting of ours; ``*``: any end."""
     attention: ClassVar[str]
-    """The field that names the attention."""
+    """Name of the attention's field."""
     without_flash: ClassVar[Mapping[str, Any]]
-    """Fields that are emitted otherwise where flash-attn is not there; None: left out."""
+    """Fields with other values without flash-attn; None: left out."""
     multiple: ClassVar[int] = 1
-    """Tokens of which it pads each batch to a multiple."""
+    """Tokens to whose multiple the trainer pads each batch."""
     more_tokens: ClassVar[int] = 0
-    """Tokens of each document past the length: the trainer cuts what its template leaves over."""
+    """Tokens of each document past the length: the trainer cuts it after adding its template."""
     has_copies: ClassVar[bool] = False
-    """True if copies of shards are written; False: those of DDP alone, see ``is_ddp``."""
+    """True if copies of shards can be written; False: only those of DDP, see ``is_ddp``."""
 
     def emit(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
     ) -> Emitted:
-        """A whole file, but for the data; UsageError for what the trainer does not have."""
+        """Make a whole file, but for the data. Raises UsageError for settings it cannot express."""
         cell = chosen.cell
         self.refuse_untrainable(cell)
         shape = shape_here(found, model_path)
@@ -195,7 +195,7 @@ class Finetuner(ABC):
         )
 
     def refuse_untrainable(self, cell: Cell) -> None:
-        """Raise UsageError for an objective, a layout or an optimizer that it does not have."""
+        """Raise UsageError for an objective, a layout or an optimizer that the trainer lacks."""
         words, has_copies = self.words, self.has_copies or is_ddp(cell)
 
         def obstacle(objective: Objective, layout: Layout) -> str | None:
@@ -208,71 +208,71 @@ class Finetuner(ABC):
         words.refuse_optimizer(cell.settings)
 
     def variables(self, settings: Settings) -> dict[str, str]:
-        """Variables to set before the emitted command."""
+        """Environment variables for the emitted command."""
         return environment(settings)
 
     def beside(self, training: FineTuning) -> Mapping[str, str]:  # noqa: ARG002
-        """Other files that the emitted one names."""
+        """Contents of further files that the emitted one names, by name."""
         return {}
 
     def obstacle(self, layout: Layout) -> str | None:  # noqa: ARG002
-        """Why its file is not written for a layout, in words; None where it is."""
+        """Reason, in words, why no file is written for a layout; None if one is."""
         return None
 
     @abstractmethod
     def fuses(self, training: FineTuning) -> bool:
-        """True if its loss never holds whole logits."""
+        """True if the trainer's loss never holds whole logits."""
 
     def why_unfused(self, layout: Layout) -> str:  # noqa: ARG002
-        """Why a loss is not fused, where it is not."""
+        """Reason why the loss is not fused, for a training where it is not."""
         return self.unknown
 
     def cannot(self, training: FineTuning) -> list[str]:  # noqa: ARG002
-        """Say what the settings have and it has no words for, beside what all such have not."""
+        """Parts of the settings that this trainer cannot express, besides those common to all."""
         return []
 
     @abstractmethod
     def said(self, training: FineTuning) -> list[str]:
-        """Lines of a comment: things that a reader has to know or do."""
+        """Lines of a comment: facts that a reader has to know, and things to do."""
 
     @abstractmethod
     def values(self, training: FineTuning) -> dict[str, Value]:
-        """Its settings by name: what holds memory, and stand-ins for what is learned."""
+        """Settings by name: all that decide memory, and stand-ins for the data."""
 
     @abstractmethod
     def command(self, training: FineTuning) -> str:
         """The command that starts the emitted training."""
 
     def refuse(self, launched: FinetunerTrial) -> None:
-        """Raise UsageError for settings of a trial that it does not have."""
+        """Raise UsageError for settings of a trial that the trainer lacks."""
         self.refuse_untrainable(launched.cell)
 
     def environment(self, launched: FinetunerTrial) -> Mapping[str, str]:  # noqa: ARG002
-        """Variables of a trial beside those of every one."""
+        """Environment variables of a trial, besides those of all finetuners."""
         return {}
 
     @abstractmethod
     def own(self, launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that are the trial's, by it and what is emitted for it; None: left out."""
+        """The fields that the trial sets, from the trial and its emitted fields; None: left out."""
 
     @abstractmethod
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """The files from all fields together, where some exclude each other."""
+        """The files from the merged fields, with fields that exclude each other settled."""
 
     @abstractmethod
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
-        """The command of a trial, by the words of its program."""
+        """The command of a trial; ``words`` start the trainer's program."""
 
 
 def is_ddp(cell: Cell) -> bool:
-    """True if several GPUs have a copy of the model each, in NF4, and nothing is sharded."""
+    """True if each of several GPUs has its own copy of a model in NF4, and nothing is sharded."""
     return cell.settings.lora_base == "nf4" and 1 < cell.layout.replicate_degree == cell.layout.gpus
 
 
 def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
-    """The files of a trial, over the user's; UsageError, with another way, for the untried."""
+    """The files of a trial, on top of the user's. Raises UsageError for trials that are not run."""
     _refuse_untried(trainer, launched)
     _refuse_base(trainer, base)
     emitted = _emitted(trainer, launched)
@@ -290,8 +290,8 @@ def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> 
 
 
 def of_recomputation(launched: FinetunerTrial, base: OwnFile) -> bool:
-    """True if the trainer's own switch recomputes: the user's where it is there and nobody named
-    another. On GPUs FSDP recomputes where it does not; both at once are refused by transformers.
+    """Value of the trainer's own recomputation switch: the user's, if in the file and not named as
+    a setting; else the setting, on the CPU. On GPUs FSDP recomputes: transformers refuses both.
     """
     name = "gradient_checkpointing"
     if name in base.config and "recompute" not in launched.spec.settings.named:
@@ -314,7 +314,7 @@ def _refuse_untried(trainer: Finetuner, launched: FinetunerTrial) -> None:
 
 
 def _refuse_base(trainer: Finetuner, base: OwnFile) -> None:
-    """Raise UsageError for a field of the user's that a trial cannot take over."""
+    """Raise UsageError for a field in the user's file that a trial cannot take over."""
     for name, hint in trainer.refused.items():
         value = base.config.get(name)
         if value and (value is True or value != 1):  # a degree of 1 shares nothing
@@ -329,7 +329,7 @@ def _refuse_base(trainer: Finetuner, base: OwnFile) -> None:
 
 
 def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:
-    """Emit the trial's settings, without flash attention where it is not there."""
+    """The emitted fields of a trial's settings, without flash attention if it cannot be used."""
     training = FineTuning(
         launched.cell,
         launched.spec.length_tokens,
@@ -341,7 +341,7 @@ def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:
 
 
 def _named(trainer: Finetuner, launched: FinetunerTrial) -> list[str]:
-    """The fields of settings that somebody named, as far as that shows."""
+    """The fields of the settings that the user named, as far as recorded."""
     named = launched.spec.settings.named
     return [each for name, fields in trainer.by_setting.items() if name in named for each in fields]
 
@@ -362,7 +362,7 @@ def trial_start(trainer: Finetuner) -> TrialStart:
 def _prepare(
     trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome
 ) -> ForeignCommand:
-    """The command of a trial, with its files written; HighwaterError for what cannot be told."""
+    """Write a trial's files, and return its command. Raises HighwaterError as the check does."""
     check_finetuner(trainer, spec, foreign, home.has_flash)
     folder = home.folder
     words = foreign.command or (trainer.program,)
@@ -399,7 +399,7 @@ def _prepare(
 def check_finetuner(
     trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash
 ) -> tuple[str, ...]:
-    """Notes of such trials for readers; HighwaterError for a trainer not here or not told so."""
+    """Notes on a trial. Raises HighwaterError if the trainer is missing or cannot express it."""
     program = (foreign.command or (trainer.program,))[0]
     files = trial_files(
         trainer,
@@ -416,7 +416,7 @@ def finetuner_base(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
 
 
 def launched(spec: TrialSpec, place: TrialPlace, *, has_flash: bool) -> FinetunerTrial:
-    """The trial at its place, as its processes are told of it."""
+    """The trial with its paths, and with the model's shape and YaRN."""
     model = load_model(spec.model_directory)
     return FinetunerTrial(
         spec=spec,
@@ -428,5 +428,5 @@ def launched(spec: TrialSpec, place: TrialPlace, *, has_flash: bool) -> Finetune
 
 
 def _place(spec: TrialSpec, folder: Path) -> TrialPlace:
-    # Some know a model by what its directory is called.
+    # some trainers recognise a model by the name of its directory
     return TrialPlace(folder / Path(spec.model_name).name, folder, folder / OUTPUT)

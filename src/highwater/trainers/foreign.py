@@ -1,5 +1,5 @@
-"""What trials of other trainers share: the command that starts one, the files that it reads, and
-the user's own configuration under them; and the trial of a command that the user types.
+"""Foreign trials: parts that trials of other trainers share, the start command, its files, and the
+user's configuration in them; and the trial of a command that the user types.
 """
 
 import json
@@ -29,9 +29,9 @@ from highwater.nouns.trial import TrialSpec
 from highwater.trainers.emitted import comment
 
 OUTPUT = "output"
-"""Folder within a trial's own in which its trainer may write."""
+"""Folder within a trial's own, into which the trainer may write."""
 TRIAL_FIELDS: Mapping[str, Any] = packaged("trainers/trial_fields.json", dict[str, Any])
-"""Fields of a trainer's file that a trial has its own of, by the trainer; and with which values."""
+"""Fields of a trainer's file that a trial sets or leaves out, by trainer."""
 QUIET = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
 
@@ -42,37 +42,37 @@ class ForeignCommand:
     words: tuple[str, ...]
     """The command; its first word is a program's path or name."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Variables beside those that every trial has."""
+    """Environment variables besides those of every trial."""
     steps_done: Callable[[str], int] | None = None
-    """Steps that are done by the log's text (and by files, if the trainer leaves some). None: by
-    the question's pattern, or by the usual signs of progress."""
+    """Counts the finished steps in the log's text (and in files, if the trainer writes some). None:
+    counted by the question's pattern, or by the usual signs of progress."""
 
 
 HasFlash = Callable[[str], bool]
-"""Tells if the Python that starts a program has the package flash-attn."""
+"""Returns whether the Python that starts a program has the package flash-attn."""
 
 
 class TrialHome(NamedTuple):
-    """Things that whoever launches a trial gives to its preparation."""
+    """The folder and the functions that a launcher gives to the preparation of a trial."""
 
     folder: Path
-    """The trial's own, and gone after it; empty but for ``output``."""
+    """The trial's own folder, deleted after it; empty but for ``output``."""
     has_flash: HasFlash
     prepared: Callable[[DocumentOrder | None], Path]
-    """Has documents written, if any are asked for, and gives the directory to train from. Raises
-    HighwaterError where that fails, and TrialEndedError where the trial is ended meanwhile."""
+    """Writes documents, if asked for, and returns the model directory to train from. Raises
+    HighwaterError if that fails, and TrialEndedError if the trial is ended meanwhile."""
 
 
 class TrialStart(NamedTuple):
     """The way that trials of one trainer start."""
 
     prepare: Callable[[TrialSpec, ForeignTrainer, TrialHome], ForeignCommand]
-    """Makes the command of a trial. Raises HighwaterError for what the trainer cannot be told."""
+    """Makes the command of a trial. Raises HighwaterError for settings that it cannot express."""
     check: Callable[[TrialSpec, ForeignTrainer, HasFlash], tuple[str, ...]] | None = None
-    """Says before anything starts what a reader should know of such trials. Raises HighwaterError
-    for what the trainer cannot be told, and where it is not here."""
+    """Returns notes on such trials before anything starts. Raises HighwaterError for settings that
+    the trainer cannot express, and if it is not installed."""
     opens_model: Callable[[ForeignTrainer], bool] = lambda _: True
-    """Tells if its trials read the model's files."""
+    """Returns whether the trainer's trials read the model's files."""
 
 
 TRIALS: Mapping[ForeignName, TrialStart] = TrainerParts(ForeignName, "TRIAL")
@@ -80,33 +80,33 @@ TRIALS: Mapping[ForeignName, TrialStart] = TrainerParts(ForeignName, "TRIAL")
 
 
 def path_of(program: str) -> str:
-    """PATH with the program's own folder first: it starts others of its environment by name."""
+    """PATH with a program's own folder first: it starts programs of its environment by name."""
     found, path = shutil.which(program), os.environ.get("PATH", os.defpath)
     return path if found is None else f"{Path(found).absolute().parent}{os.pathsep}{path}"
 
 
 class OwnFile(NamedTuple):
-    """The user's own configuration."""
+    """The user's own configuration file of a trainer."""
 
     config: Mapping[str, Any] = MappingProxyType({})
-    """Its fields; empty: there is none."""
+    """Fields of the file; empty without a file."""
     source: str = "the configuration"
-    """Its name, for readers."""
+    """Name of the file, for messages."""
     launcher: Mapping[str, Any] = MappingProxyType({})
-    """Fields of accelerate's file, which it names."""
+    """Fields of accelerate's file, if the configuration names one."""
 
 
 class TrialFiles(NamedTuple):
-    """The files of a trial, and what a reader should know of them."""
+    """The files of a trial, and notes on them."""
 
     config: dict[str, Any]
     beside: Mapping[str, Any] = MappingProxyType({})
-    """Files that it names, by name: JSON, or YAML by their names' ends."""
+    """Fields of further files that ``config`` names, by file name, which ends in json or yaml."""
     notes: tuple[str, ...] = ()
 
 
 def told_of(source: str, changed: Collection[str], left: Collection[str] = ()) -> tuple[str, ...]:
-    """Name the user's fields that say something else in the trial, or nothing."""
+    """Notes naming the user's fields that the trial changes, and those that it leaves out."""
     said = {
         f"the trial's own in {source}": changed,
         f"left out of {source}, the data and the reports being the trial's": left,
@@ -115,7 +115,7 @@ def told_of(source: str, changed: Collection[str], left: Collection[str] = ()) -
 
 
 def own_file(foreign: ForeignTrainer, hint: str) -> OwnFile:
-    """The user's own configuration; UsageError, with this hint, for what is no YAML of fields."""
+    """The user's own configuration. Raises UsageError, with ``hint``, unless it is YAML fields."""
     content = base_config(foreign)
     if content is None or foreign.base_config_path is None:
         return OwnFile()
@@ -124,7 +124,7 @@ def own_file(foreign: ForeignTrainer, hint: str) -> OwnFile:
 
 
 def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
-    """The fields in a file's content; UsageError, with this hint, for what has none."""
+    """The fields in YAML content. Raises UsageError, with ``hint``, for other content."""
     try:
         read: Any = yaml.safe_load(content)
     except yaml.YAMLError as error:
@@ -135,7 +135,9 @@ def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
 
 
 def launcher_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Accelerate's file that a trainer's at ``path`` names; UsageError where there is none."""
+    """Fields of accelerate's file that a trainer's file at ``path`` names; empty if it names none.
+    Raises UsageError if that file is missing.
+    """
     named = config.get("accelerate_config")
     if named is None:
         return {}
@@ -149,13 +151,13 @@ def launcher_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
 
 def mapping_in(base: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The section of this name; empty where there is none."""
+    """The section of a name in a configuration; empty if there is none."""
     value = base.get(name)
     return {str(key): each for key, each in value.items()} if isinstance(value, Mapping) else {}
 
 
 def fsdp_keys(base: Mapping[str, Any]) -> dict[str, Any]:
-    """FSDP's keys of the user's, with the prefix that accelerate adds where it is not there."""
+    """The user's keys of FSDP, all with the prefix ``fsdp_``, as accelerate adds it."""
     section = mapping_in(base, "fsdp_config")
     return {
         name if name.startswith("fsdp") else f"fsdp_{name}": each for name, each in section.items()
@@ -163,7 +165,7 @@ def fsdp_keys(base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_no_program(program: str, title: str, package: str, usual: str) -> None:
-    """Raise MachineError where the program that starts a trainer is not found."""
+    """Raise MachineError if the program that starts a trainer is not found."""
     if shutil.which(program) is None:
         raise MachineError(
             f"{title} is not found: there is no program {program}",
@@ -172,7 +174,7 @@ def refuse_no_program(program: str, title: str, package: str, usual: str) -> Non
 
 
 def write_files(files: Mapping[str, Any], said: tuple[str, ...], folder: Path) -> None:
-    """Write files of JSON, or of YAML below what is ``said`` in comments, by their names' ends."""
+    """Write files as JSON or, below ``said`` as a comment, as YAML, by the ends of their names."""
     for name, values in files.items():
         if name.endswith(".json"):
             text = json.dumps(values, indent=2) + "\n"

@@ -1,19 +1,19 @@
-"""Hugging Face's Trainer: the memory of the step that it composes, in closed form; accelerate's
-scripts, Axolotl, LLaMA-Factory and ms-swift train by the same one.
+"""Hugging Face's Trainer: the memory of its training step in closed form; accelerate's scripts,
+Axolotl, LLaMA-Factory and ms-swift train by the same step.
 
-- Layers are checkpointed, and keep their input; with ``offload`` in host memory, in pinned blocks
-  that PyTorch rounds up to powers of two.
-- What a layer and the loss take is learned from traces of that very step
+- Layers are checkpointed, and keep their input; with activations on the host, in pinned blocks that
+  PyTorch rounds up to powers of two.
+- The memory of a layer and of the loss is learned from traces of that very step
   (``tools/learn_hugging_face.py``; engine/tracer/transformers_step.py), by how it trains: adapters
   on a model in bfloat16 (``lora``) or in bitsandbytes' NF4, beside whose layers peft copies no
   input in float32 (``nf4``), parameters in float32 under autocast (``autocast``), or in bfloat16,
   as FSDP2 gathers them too (``bf16``); with Liger's kernels (our words: a chunked loss) or its
   loss alone, or without, where the loss holds the logits of all tokens in float32, several times.
 - Models with windows are refused: beside SDPA transformers makes a mask of length x length.
-- Gradients are whole, and are dropped after an update. On several GPUs states are sharded as FSDP2
-  does; with as many copies as GPUs they are DDP's, whose buckets are as large as all gradients.
-- DeepSpeed has the model and adapters in bfloat16, and of each GPU's part float32 parameters, both
-  moments and gradients in bfloat16, which it reduces in buckets; without autocast, instead of FSDP.
+- Gradients are whole, and are dropped after an update. On several GPUs FSDP2 shards the states;
+  with as many copies as GPUs DDP has them, with buckets as large as all gradients.
+- DeepSpeed, instead of FSDP and without autocast, has the model and adapters in bfloat16, and for
+  each GPU's part float32 parameters, both moments, and bfloat16 gradients, reduced in buckets.
 
 Sources: transformers 5.23, peft 0.21 (``tuners/lora/bnb.py``), accelerate 1.15, liger-kernel
 0.8.5, bitsandbytes 0.50.2; ``Reducer`` in torch/csrc/distributed/c10d/reducer.cpp; stage3.py,
@@ -53,31 +53,31 @@ from highwater.nouns.trial import TrialSpec
 
 FILE = Path(__file__).with_name("hugging_face.json")
 _ALIKE = {"mistral": "llama", "qwen2": "llama"}
-"""Families whose layers take what those of another do."""
+"""Families whose layers take the same memory as another family's."""
 _LEFT_ON_THE_GPU = 2
-"""Inputs of layers that are on the GPU though all are in host memory: the first one's, which the
-embedding gives, and the one in use."""
+"""Layer inputs that stay on the GPU with activations on the host: the first layer's, which is the
+embedding's output, and the one in use."""
 _FILLED_SHARE: Mapping[Allocator, float] = {"expandable": 0.972, "native": 0.91}
-"""Share of the allocator's memory that live tensors fill: of replayed traces of Llama-3.1-8B with
-LoRA, 32,768 and 131,072 tokens."""
+"""Share of the allocator's memory that live tensors fill, from replayed traces of Llama-3.1-8B with
+LoRA at 32,768 and 131,072 tokens."""
 _WIDE, _NARROW = 4, 2
-"""Bytes of a number of what FSDP2 sums, and of what it gathers."""
+"""Bytes of a number that FSDP2 reduces (float32), and of one that it gathers (bfloat16)."""
 _ZERO_LIVE = 1_000_000_000
 """Numbers that ZeRO-3 updates at once (``sub_group_size``), and that it gathers: each module
-fetches ahead, more than it has, until so many are there (``stage3_max_live_parameters``)."""
+fetches parameters ahead until so many are alive (``stage3_max_live_parameters``)."""
 _ZERO_NORM = 250_000_000
-"""Numbers of a gradient whose norm is taken at once, in float64, on its way to host memory."""
+"""Numbers of a gradient whose norm is computed at once, in float64, on the way to host memory."""
 
 
 class Moments(Record, frozen=True, kw_only=True):
-    """Memory of one family's layers and loss: bytes for each product of sizes."""
+    """Memory of one family's layers and loss, as moments (memory/formula/moments.py)."""
 
     kept: MomentBytes
-    """Kept by a layer until its backward pass."""
+    """Memory that a layer keeps until its backward pass."""
     moments: tuple[MomentBytes, ...]
-    """Alive besides while a layer goes backward."""
+    """Further memory during a layer's backward pass."""
     loss: tuple[MomentBytes, ...]
-    """Alive besides between the last layer's two passes."""
+    """Further memory between the last layer's forward and backward pass."""
 
 
 @cache
@@ -86,7 +86,7 @@ def _learned() -> Mapping[str, Mapping[str, Moments]]:
 
 
 def _moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments | None:
-    """What was learned of a family that trains so; None if nothing was."""
+    """The moments learned for a family and this kind of training; None without any."""
     family = _ALIKE.get(shape.model_type, shape.model_type)
     variant = _variant(settings, shards)
     own = _learned().get(variant, {}).get(family)
@@ -107,8 +107,8 @@ def _variant(settings: Settings, shards: int) -> str:
 
 
 def of_loss(tokens: int, vocabulary: int, hidden: int, *, is_whole: bool) -> Mapping[str, int]:
-    """Products of sizes of a loss, in numbers: T tokens, V vocabulary, E hidden size; c tokens of
-    a piece of Liger's, the power of two from which it has no more logits than T x E.
+    """Products of sizes of a loss, in numbers: T tokens, V vocabulary, E hidden size; c tokens in a
+    chunk of Liger's, a power of two that gives about T x E logits.
     """
     if is_whole:
         return {"T*V": tokens * vocabulary, "V*E": vocabulary * hidden}
@@ -118,7 +118,7 @@ def of_loss(tokens: int, vocabulary: int, hidden: int, *, is_whole: bool) -> Map
 
 
 def footprint(step: Step) -> Footprint:
-    """Memory that the step most likely takes, on the fullest GPU."""
+    """Memory that Hugging Face's step most likely takes on the fullest GPU."""
     shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
     learned = _moments_of(shape, settings, shards)
     assert learned is not None  # noqa: S101 -- refuse
@@ -133,7 +133,7 @@ def footprint(step: Step) -> Footprint:
         Term("ids", 2 * 8 * step.tokens),
     )
     at_the_loss, in_a_layer, at_the_embedding = held.gathered
-    table = 0 if step.is_frozen else step.table
+    table = 0 if step.is_frozen else step.table_size
     of_table = (_NARROW if settings.parameters == "bf16" else _WIDE) * table
     layer = Term(
         "one layer going backward",
@@ -145,7 +145,7 @@ def footprint(step: Step) -> Footprint:
     behind = table + (run.count - 1) * step.trained_of(run.kind)
     of_others = held.come * behind // trained_parameters(shape, settings)
     come_first = Term("gradients that have come", min(held.come, of_table // shards))
-    # peft keeps what the embedding gives, as it has to have a gradient
+    # peft keeps the embedding's output, which has to have a gradient
     last = on_gpu if is_offloaded and step.is_frozen else 1
     in_layers = (
         ("backward of the last layer", on_gpu, come_first),
@@ -169,7 +169,7 @@ def footprint(step: Step) -> Footprint:
             *always,
             *at_the_embedding,
             Term("gradients that have come", held.come),
-            # of a table that is the head's too; one of its own has come
+            # only of a table tied to the head; a separate one's has come already
             Term("gradient of the embedding", of_table if shape.tied_embeddings else 0),
         ),
         *(phase("update", *always, each) for each in held.update),
@@ -188,7 +188,7 @@ def footprint(step: Step) -> Footprint:
 
 
 def _sizes(step: Step) -> Mapping[str, int]:
-    """Products of sizes of the model's one kind of layers, and of its vocabulary, in numbers."""
+    """Products of sizes of the model's only kind of layers, and of its vocabulary, in numbers."""
     shape, (run,) = step.shape, step.shape.runs
     rank, sizes = step.settings.lora or 0, (step.tokens, shape.vocab_size, shape.hidden_size)
     return {
@@ -202,9 +202,9 @@ def _sizes(step: Step) -> Mapping[str, int]:
 
 
 def _cached_bytes(step: Step) -> int:
-    """What the allocator keeps until memory runs short: logits in bfloat16, whose block nothing
-    else fills, and as much of what activations left as gradients that FSDP2 sums, on a stream of
-    their own. Of the 16 steps in docs/results/other_trainers/step_cells.json.
+    """Bytes that the allocator keeps until memory runs short: logits in bfloat16, whose block no
+    other tensor fills, and blocks left by activations, as many bytes as the gradients that FSDP2
+    reduces on its own stream. Source: 16 steps in docs/results/other_trainers/step_cells.json.
     """
     logits = _NARROW * step.tokens * step.shape.vocab_size if step.settings.holds_logits else 0
     is_summed = step.layout.shard_degree > 1 and step.settings.deepspeed == "none"
@@ -212,32 +212,32 @@ def _cached_bytes(step: Step) -> int:
 
 
 def _gradients(step: Step) -> int:
-    """Bytes of a GPU's share of the gradients, in the form of the parameters."""
+    """Bytes of a GPU's share of the gradients, in the parameters' dtype."""
     shards = step.layout.shard_degree
     return gradient_bytes(step.shape, step.settings, shards=shards) // shards
 
 
 class _SharedStates(NamedTuple):
-    """What a way to share states has on a GPU, beside layers, logits and the loss."""
+    """Memory of shared states (FSDP2, DDP, ZeRO) on a GPU, without layers, logits and the loss."""
 
     always: tuple[Term, ...]
     gathered: tuple[tuple[Term, ...], ...]
-    """At the loss, while a layer goes backward, and at the embedding."""
+    """Terms at the loss, during a layer's backward pass, and at the embedding's."""
     come: int = 0
-    """Bytes of gradients that come as the backward pass goes."""
+    """Bytes of the gradients that are allocated during the backward pass."""
     reduced: float = 1.0
-    """Size of the head's gradient while it is reduced, as so many of its own."""
+    """Size of the head's gradient while it is reduced, as a multiple of itself."""
     later: tuple[tuple[int, Term], ...] = ()
-    """What comes to a layer's when so many layers are left of the backward pass."""
+    """Further terms of a layer's backward pass, each with the number of layers left then."""
     update: tuple[Term, ...] = ()
-    """What an update takes, where it is known to take more than nothing."""
+    """Terms of the update, if it takes memory."""
     host: int = 0
-    """Bytes of states in host memory, for each GPU."""
+    """Bytes of states in host memory per GPU."""
 
 
 def _by_fsdp(step: Step) -> _SharedStates:
-    """States sharded by FSDP2, which holds at the loss the head's unit whole, in a layer it and the
-    next one, at the embedding that, with what it sums; or whole, with DDP's buckets.
+    """States sharded by FSDP2, with units gathered: the head's at the loss, two layers' in a layer,
+    the embedding's at the end, with gradients in reduction; or whole, with DDP's buckets.
     """
     shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
     states = device_state_bytes(shape, settings, device=step.device, shards=shards) // shards
@@ -248,24 +248,24 @@ def _by_fsdp(step: Step) -> _SharedStates:
     always = (Term("states", states - come - paged), Term("DDP's buckets", buckets))
     if shards == 1:
         is_8_bits = settings.paged and settings.optimizer_traits.is_quantized
-        # of an embedding transformers' Trainer has 32 bits
-        wider = 6 * step.table if is_8_bits and not step.is_frozen else 0
+        # transformers' Trainer keeps an embedding's moments in 32 bits
+        wider = 6 * step.table_size if is_8_bits and not step.is_frozen else 0
         return _SharedStates(always, ((), (), ()), come, host=paged + wider)
     (run,) = shape.runs
-    table = Term("embedding or head, gathered", _NARROW * step.table)
+    table = Term("embedding or head, gathered", _NARROW * step.table_size)
     layers = (
         Term("layers, gathered", 2 * _NARROW * run.kind.parameters),
         Term("gradient reduction", _WIDE * step.trained_of(run.kind)),
     )
-    whole = 0 if step.is_frozen else step.table
+    whole = 0 if step.is_frozen else step.table_size
     return _SharedStates(
         always, ((table,), layers, (table, Term("gradient reduction", _WIDE * whole))), come
     )
 
 
 def _by_zero(step: Step) -> _SharedStates:
-    """States shared by DeepSpeed's ZeRO-2, which has the parameters whole, or ZeRO-3, which fetches
-    them; in host memory the optimizer, or the parameters as well.
+    """States shared by DeepSpeed's ZeRO-2, with whole parameters, or ZeRO-3, which fetches them;
+    with offload, the optimizer, or also the parameters, are in host memory.
     """
     shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
     kind, is_cut = shape.runs[0].kind, settings.deepspeed.startswith("zero3")
@@ -275,7 +275,7 @@ def _by_zero(step: Step) -> _SharedStates:
     frozen = device_state_bytes(shape, settings, device=step.device)
     own = _NARROW * trained + frozen - STATE_BYTES_PER_PARAMETER * trained
     own //= shards if is_cut else 1
-    is_away, table = settings.deepspeed == "zero3-offload", 0 if step.is_frozen else step.table
+    is_away, table = settings.deepspeed == "zero3-offload", 0 if step.is_frozen else step.table_size
     widest = max(each.rows * each.row_size for each in kind.matrices)
     bucket = settings.deepspeed_bucket or shape.hidden_size**2
     gradients = 0 if is_on_host else _NARROW * part
@@ -283,16 +283,16 @@ def _by_zero(step: Step) -> _SharedStates:
     always = (
         Term("parameters", 0 if is_away else own),
         Term("float32 parameters and moments", 0 if is_on_host else 12 * part),
-        # ZeRO-2 has those of earlier micro-batches alone
+        # ZeRO-2 has only the gradients of earlier micro-batches
         Term("gradients", gradients * (is_cut or settings.accumulates)),
         Term("bucket of gradients", _NARROW * (bucket + staged)),
     )
-    # while a gradient's piece is on its way to the host: itself and its norm, in float64
+    # a gradient's piece on its way to the host, with a float64 copy for its norm
     piece = (_NARROW * table + 8 * min(table, _ZERO_NORM * shards)) / shards if is_on_host else 0
     copied = _NARROW * table if is_cut else 0
-    reduced = 1 + (copied + piece) / (_NARROW * step.table)
+    reduced = 1 + (copied + piece) / (_NARROW * step.table_size)
     held = shape.tied_embeddings * _NARROW * table
-    # flat and in float32; ZeRO-2 has this micro-batch's besides, or has added it
+    # flat gradients in float32; ZeRO-2 also has this micro-batch's, or has added them
     update = _WIDE * part + gradients * (1 if settings.accumulates else 2)
     if is_cut:
         update = (_NARROW + _WIDE) * min(part, _ZERO_LIVE)
@@ -320,29 +320,29 @@ def _by_zero(step: Step) -> _SharedStates:
 def _gathered(
     step: Step, bucket: int, widest: int
 ) -> tuple[int, int, tuple[tuple[int, Term], ...]]:
-    """Numbers that ZeRO-3 has gathered in a layer and at the loss, those of the tables at the
-    embedding, and what comes later. A gradient is copied while it is reduced, when its matrix has
-    been released: it takes that one's place; a bucket of more is as much again.
+    """Numbers that ZeRO-3 has gathered in a layer and at the loss; numbers of the tables at the
+    embedding; and the later terms. A gradient's copy for reduction takes the place of its matrix,
+    which is released by then; a bucket of several gradients takes as much again.
     """
     shape, kind = step.shape, step.shape.runs[0].kind
     everything = shape.parameters + step.is_frozen * trained_parameters(shape, step.settings)
-    # a fused loss reads the head past its module, and it stays until the next step
-    head = 0 if step.settings.holds_logits else step.table
+    # a fused loss reads the head outside its module, so that it stays until the next step
+    head = 0 if step.settings.holds_logits else step.table_size
     is_one = shape.tied_embeddings and head > 0
-    # the last matrix that is fetched ahead goes beyond it
+    # the last matrix that is fetched ahead goes beyond the limit
     ready = min(everything, max(_ZERO_LIVE + widest, head + kind.parameters))
-    again = 0 if is_one or head >= _ZERO_LIVE else min(step.table, everything - ready)
+    again = 0 if is_one or head >= _ZERO_LIVE else min(step.table_size, everything - ready)
     left = 1 + max(0, _ZERO_LIVE - head) // kind.parameters
     full = shape.layers - bucket // kind.parameters
     copied = 0 if step.is_frozen or bucket <= widest or full <= 0 else bucket
     fetched = Term("embedding fetched again", _NARROW * again)
     later = ((left, fetched), (full, Term("a full bucket reduced", _NARROW * copied)))
-    tables = step.table + (0 if is_one else head)
+    tables = step.table_size + (0 if is_one else head)
     return ready, tables, tuple(each for each in later if each[1].bytes)
 
 
 def refuse(spec: TrialSpec, shape: ModelShape) -> None:
-    """Raise UsageError for layers that nothing was learned of, and unpredicted settings."""
+    """Raise UsageError for layers without learned moments, and for unpredicted settings."""
     settings, layout = spec.settings, spec.layout
     if shape.window_tokens is not None:
         raise UsageError(

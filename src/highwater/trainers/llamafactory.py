@@ -1,10 +1,10 @@
-"""LLaMA-Factory: the configuration for supervised training, recommended or of a trial.
+"""LLaMA-Factory: its configuration for supervised training, for a recommendation and for a trial.
 
-FSDP is accelerate's, whose file lies beside it. Recomputation is LLaMA-Factory's own, so that
-FSDP's stays off. It loads a model in bfloat16, and has what is trained of it in float32. A sequence
-is not shared among GPUs there.
+FSDP is accelerate's, in a second file. Recomputation is LLaMA-Factory's own, so that FSDP's stays
+off. It loads a model in bfloat16, and converts trained parameters to float32. It does not share a
+sequence among GPUs.
 
-Source of the names: ``hparams`` of llamafactory 0.9.5; of what they do: ``model/adapter.py``,
+Source of the names: ``hparams`` of llamafactory 0.9.5; of their effects: ``model/adapter.py``,
 ``model/model_utils`` and ``launcher.py``.
 """
 
@@ -54,12 +54,12 @@ _SINKS = {
 FUSED = LIGER - {
     *("exaone4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "olmo3", "smollm3")
 }
-"""Families that it has Liger fuse the loss of (``model/model_utils/liger_kernel.py``)."""
+"""Families whose loss it fuses by Liger (``model/model_utils/liger_kernel.py``)."""
 _FUSED_LOSS = "enable_liger_kernel is the chunked loss, and needs the package liger-kernel"
 _DDP = "DDP, a copy for each GPU"
 _DATASET = "documents"
 _DATASETS = "dataset_info.json"
-"""The file in which it looks for what a dataset is."""
+"""File in which it looks up descriptions of datasets."""
 _BY_FSDP = "leave it out: a trial shares states by FSDP, which accelerate's file says"
 
 
@@ -144,7 +144,7 @@ class _LlamaFactory(Finetuner):
         }
 
     def _trained_values(self, settings: Settings) -> dict[str, Value]:
-        """All of the model, or adapters; a model in NF4 is bitsandbytes'."""
+        """Fields for training the whole model, or adapters; NF4 is bitsandbytes'."""
         lora = settings.adapters
         if lora is None:
             return {"finetuning_type": "full"}
@@ -191,7 +191,7 @@ class _LlamaFactory(Finetuner):
         config: dict[str, Any],
         base: OwnFile,  # noqa: ARG002
     ) -> TrialFiles:
-        """The data's description, and on GPUs accelerate's file, beside the configuration."""
+        """The configuration, a description of the data and, on GPUs, accelerate's file."""
         config.setdefault("template", "empty")
         described = {_DATASET: {"file_name": DOCUMENTS, "columns": {"response": "text"}}}
         beside: dict[str, Any] = {_DATASETS: described}
@@ -204,7 +204,7 @@ class _LlamaFactory(Finetuner):
         return TrialFiles(config, beside)
 
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
-        """Its own command on the CPU; on GPUs accelerate's, as its examples with FSDP have it."""
+        """LLaMA-Factory's command on the CPU; on GPUs accelerate's, as in its FSDP examples."""
         file = str(launched.place.folder / FILE)
         if launched.is_on_cpu:
             return (*words, "train", file)
@@ -217,7 +217,7 @@ LLAMAFACTORY = _LlamaFactory()
 
 
 def _launcher(cell: Cell) -> dict[str, Value]:
-    """Accelerate's settings by name, which leave recomputation to LLaMA-Factory; those of DDP."""
+    """Accelerate's settings by name, for FSDP without its recomputation, or for DDP."""
     values = launched_values(cell, "none")
     if is_ddp(cell):
         shared = ("fsdp_config.", "parallelism_config.")

@@ -1,16 +1,16 @@
-"""What a foreign trainer's log shows: plain lines, by who wrote each, and the steps done.
+"""Logs of foreign trainers: plain lines with the process that wrote each, and the finished steps.
 
-Terminal colours go, a progress bar that overwrites itself becomes a line for each state, and what
-launchers and loggers put before a line (host, rank, process, time) goes: what names a process
+Terminal colours are removed, a progress bar that overwrites itself becomes a line for each state,
+and prefixes of launchers and loggers (host, rank, process, time) are removed: a process's name
 becomes the name of the line's stream.
 
-Steps are known by the dictionaries of Hugging Face's Trainer, by progress bars of training (not
-those of loading, of tokenizing or of an evaluation), by ``step 2/2``, and by lines that have a
-step's number and a loss, as torchtitan's, verl's and Megatron's do. They prove the steps where the
-trainer sums its training up (``train_runtime``), or where every step is shown, in order, each with
-a loss of its own: the last one alone may have been read from a checkpoint, or planned. TRL's names
-are those of ``SFTTrainer.compute_loss`` and ``GRPOTrainer._log`` of trl 1.16.0; it prints numbers
-with four digits, so a count of tokens is compared as far as it is said.
+Steps are read from dictionaries of Hugging Face's Trainer, from progress bars of training (not of
+loading, tokenizing or an evaluation), from ``step 2/2``, and from lines with a step's number and a
+loss, as torchtitan, verl and Megatron write. They are proof if the trainer sums up its training
+(``train_runtime``), or if every step is shown, in order, each with its own loss: a last step alone
+may have been read from a checkpoint, or planned. TRL's names are those of
+``SFTTrainer.compute_loss`` and ``GRPOTrainer._log`` of trl 1.16.0; it prints numbers with four
+digits, so token counts are compared to that precision.
 """
 
 import ast
@@ -24,12 +24,12 @@ from typing import NamedTuple, cast
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 _LINE_END = re.compile(r"\r\n|[\n\r]")
 _HOOK = r"\[(?P<hook>rank\d{1,5})\]: ?"
-"""Before each line of an exception that nobody caught, by torch.distributed's own hook."""
+"""Prefix of each line of an uncaught exception, written by torch.distributed's hook."""
 OF_ANOTHER_TIME = (
     r"(?i:\b(?:(?:re|pre)?load(?:ed|ing)|resum|restore|restoring|checkpoint|best|dry|config"
     r"|estimat|replay|skip|simulat|cached|previous|history|would|planned)\w*)"
 )
-"""Words that make of a step's line one about another time."""
+"""Words that mark a step's line as about another time than now."""
 _PREFIX = re.compile(
     rf"{_HOOK}"
     r"|\[(?P<rank>(?:[A-Za-z_-]{1,20}[ :=]{0,2})?\d{1,5}(?:,\d{1,5})?)\](?:<std(?:out|err)>)?:? ?"
@@ -41,39 +41,39 @@ _PREFIX = re.compile(
     r"|(?P<host>(?=[\w.-]*\d)(?![\w.-]*(?:Error|Exception|Exit|Interrupt|step|epoch|iter|loss))"
     r"[\w.-]{1,64})(?: *\| |:[ \t])"
 )
-"""A process's name or a time at the start of a line. A host's name has a digit; any other is known
-by the traceback before which it stands."""
+"""A process's name or a time at the start of a line. A host's name must have a digit; other
+prefixes are found by the traceback that they stand before."""
 TRACEBACK = "Traceback (most recent call last):"
-"""Python writes it before the frames of an exception."""
+"""First line of an exception in Python, before its frames."""
 _SOURCE = re.compile(r"\s{2,}[\w/.-]+\.py:\d+$")
-"""The place where a line was logged, which rich writes at the right edge."""
+"""Source file and line at the right edge of a log line, as rich writes."""
 
 _NAME = re.compile(
     rf"(?!\S*(?:step|epoch|iter|loss|{OF_ANOTHER_TIME}))[\w.-]{{1,64}}(?: ?[:>|]| -) ",
     re.IGNORECASE,
 )
-"""A name before a line, which says nothing of its own."""
+"""A name before a line, without a meaning for steps."""
 _BOX = re.compile(r"[╭┌][─ ]*$")
 """The corner of the box that rich draws around a traceback."""
 
 _LONGEST = 8192
-"""Characters of a line that are read; the longest that anybody means to be read is shorter."""
+"""Most characters of a line that are read; lines for people are shorter."""
 _LONGEST_PREFIX, _NEAR = 80, 8
-"""Characters of a prefix, and lines after a traceback's first in which it stands again."""
+"""Most characters of a prefix, and lines after a traceback's first that are searched for it."""
 
 
 class LogLine(NamedTuple):
-    """One line that somebody wrote."""
+    """One line of a log."""
 
     stream: str
-    """Whose it is, as the launcher names them; empty where nobody says."""
+    """Name of the process that wrote the line, by its prefixes; empty without any."""
     text: str
     is_uncaught: bool = False
-    """True if torch.distributed's hook wrote it: it is of an exception that ended its rank."""
+    """True if torch.distributed's hook wrote the line: it is of an exception that ended a rank."""
 
 
 def log_lines(text: str) -> list[LogLine]:
-    """The lines of a log, states of a progress bar among them, in the order they were written."""
+    """The lines of a log, including states of progress bars, in the order of writing."""
     found = [_line(raw[:_LONGEST]) for raw in _LINE_END.split(_ANSI.sub("", text))]
     prefixes = _other_prefixes(found)
     lines: list[LogLine] = []
@@ -84,7 +84,7 @@ def log_lines(text: str) -> list[LogLine]:
             line = LogLine(stream, own.text, line.is_uncaught or own.is_uncaught)
         before, header, after = line.text.partition(TRACEBACK)
         if header and before.strip() and not after.strip():
-            # a progress bar leaves no line end before what comes after it
+            # a progress bar leaves no line end before the text that follows
             lines += [line._replace(text=before), line._replace(text=header)]
         else:
             lines.append(line)
@@ -92,7 +92,7 @@ def log_lines(text: str) -> list[LogLine]:
 
 
 def _line(raw: str) -> LogLine:
-    """A line without the names before it, which are its stream's."""
+    """A line with its prefixes removed; those that name a process give its stream."""
     names: list[str] = []
     is_uncaught = False
     while (found := _PREFIX.match(raw)) is not None:
@@ -104,7 +104,7 @@ def _line(raw: str) -> LogLine:
 
 
 def _other_prefixes(lines: Sequence[LogLine]) -> re.Pattern[str] | None:
-    """Find prefixes of tracebacks, whatever their numbers, and of all lines of a log."""
+    """Pattern for prefixes of tracebacks, with any numbers, and of all lines; None without any."""
     found: dict[str, None] = {}
     for at, line in enumerate(lines):
         before = _BOX.sub("", line.text.partition(TRACEBACK[:-1])[0])
@@ -122,15 +122,15 @@ def _other_prefixes(lines: Sequence[LogLine]) -> re.Pattern[str] | None:
 _DICT = re.compile(r"\{'[^{}\n\r]*\}")
 _DIGITS = 4
 _ROUNDED = 0.5 * 10 ** (1 - _DIGITS)
-"""The largest share by which rounding to so many digits changes a number."""
+"""Largest relative error of rounding to ``_DIGITS`` digits."""
 
 
 def steps_of(
     text: str, *, step_tokens: int, shared_by: int = 1, counted: str = "num_tokens"
 ) -> int:
-    """Steps that a trainer logged in order, each with a finite loss and with as many tokens as it
-    should have seen by then: ``step_tokens`` in every step, or as many times that as GPUs share a
-    sequence and count it each. ``counted``: the name of that count.
+    """Number of steps that a trainer logged in order, each with a finite loss and the expected
+    count of tokens: ``step_tokens`` per step, or ``shared_by`` times that if each of the GPUs that
+    share a sequence counts it. ``counted``: name of the count in the log.
     """
     done = 0
     for step in logged_steps(text):
@@ -144,7 +144,7 @@ def steps_of(
 
 
 def logged_steps(text: str) -> Iterator[Mapping[str, object]]:
-    """The line of each step, as the trainer's names have it."""
+    """The dictionary that Hugging Face's Trainer logged for each step."""
     for found in _DICT.finditer(text):
         try:
             said: object = ast.literal_eval(found[0])
@@ -155,7 +155,7 @@ def logged_steps(text: str) -> Iterator[Mapping[str, object]]:
 
 
 def _number(value: object) -> float:
-    """A number that was printed, with quotes in newer versions; NaN for anything else."""
+    """A printed number, which newer versions put in quotes; NaN for anything else."""
     try:
         return float(value) if isinstance(value, str | int | float) else math.nan
     except ValueError:
@@ -172,7 +172,7 @@ _OF_TRAINING = re.compile(
     rf"(?:{_TRAINING}|steps?|iter(?:ation)?s?)(?: ?progress| steps?| epoch)?[\s\d/\[\]]*",
     re.IGNORECASE,
 )
-"""The description of a training's progress bar; ``Tokenizing train dataset`` is none."""
+"""Description of a training's progress bar; ``Tokenizing train dataset`` does not match."""
 _NUMBERED = re.compile(
     r"\b(?:global_?)?(?P<what>step|iter(?:ation)?)\b['\"]?[\s:=#]{0,12}(?P<step>\d+)\b"
     r"(?: *?/ *(?P<all>\d+))?",
@@ -188,20 +188,20 @@ _BEFORE_A_STEP = re.compile(
     r"|\b[IW]\d{4}\b|(?<=\d)m?s\b|[\W\d_])*",
     re.IGNORECASE,
 )
-"""Other words that may stand before a step of training, figures aside. ``Preparation step``,
-``Config: step`` and ``trainer_state: {`` are none."""
+"""Other words that may stand before a step of training, besides figures. ``Preparation step``,
+``Config: step`` and ``trainer_state: {`` do not match."""
 _DOUBTED = re.compile(rf"{OF_ANOTHER_TIME}(?!['\"\s\w()/-]{{0,24}}[:=]\s{{0,12}}['\"]?[-+\d.])")
-"""Makes of a step's line one about another time, if it is not the name of a figure."""
+"""A word that marks a step's line as about another time, unless it is the name of a figure."""
 _NOT_NOW = re.compile(
     r"\bdry[ -]run\b(?!\W{1,4}(?:false|no|off|0)\b)|\breplay(?:ing|ed)\b"
     r"|\b(?:log|output|history) of (?:\w+ ){0,2}(?:last|previous|earlier|old)\b",
     re.IGNORECASE,
 )
-"""Makes every line after it one about another time."""
+"""A line that marks all lines after it as about another time."""
 _LABELS = 4
-"""Labels of a line that are looked at: it may count epochs and iterations beside its steps."""
+"""Most labels of a line that are read: it may count epochs and iterations besides steps."""
 _ELSEWHERE = re.compile(r"\b(?:eval|valid|val\b|test|infer|predict|warm-?up|calibr|sanity)", re.I)
-"""Others that have steps and losses, and are no training."""
+"""Words for loops with steps and losses that are no training."""
 _LOSS = re.compile(
     r"(?<!eval[_ ])(?<!val[_ ])(?<!test[_ ])(?<!validation[_ ])loss(?: train)?['\"]?\s{0,4}[:=]?"
     r"\s{0,12}['\"]?(?P<loss>[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?))\b",
@@ -212,46 +212,46 @@ _BEGINS = re.compile(
     r"|\btraining (?:has )?(?:start|begin|began|begun)",
     re.IGNORECASE,
 )
-"""Words by which trainers say that the first step is about to begin."""
+"""Words of trainers before the first step begins."""
 _RESUMED = re.compile(r"\bresum(?:ing|ed)\b", re.IGNORECASE)
 
 
 class StepsShown(NamedTuple):
-    """The steps, as far as a log shows them."""
+    """The finished steps that a log shows."""
 
     steps: int = 0
-    """Steps that are done, at least."""
+    """Lower bound of the finished steps."""
     at: int | None = None
-    """Index of the line that shows the last of them; None: no line shows any."""
+    """Index of the line that shows the last finished step; None if no line shows a step."""
     first_at: int | None = None
-    """Index of the line that shows the first of them."""
+    """Index of the line that shows the first finished step; None if no line shows a step."""
     begins_at: int | None = None
-    """Index of the line before those that says that training begins; None where none does."""
+    """Index of an earlier line that says that training begins; None without one."""
     is_over: bool = False
-    """True if the trainer said that its training is over, or the user's pattern that it is."""
+    """True if the trainer, or a match of the user's pattern, says that training is over."""
     has_each: bool = False
-    """True if every step was shown, in order, with a loss of its own."""
+    """True if every step was shown, in order, with its own loss."""
     loss: float | None = None
-    """The last loss of training that the log has; None: it has none."""
+    """The last training loss in the log; None without one."""
 
     @property
     def is_shown(self) -> bool:
-        """True if any line shows a step, or the training's end."""
+        """True if any line shows a step, or the end of training."""
         return self.at is not None
 
 
 class _Mark(NamedTuple):
-    """A line that shows how many steps are done."""
+    """A line that shows a number of finished steps."""
 
     at: int
     steps: int
     is_over: bool = False
     series: tuple[str, str] = ("", "")
-    """Its stream, and what counts in it."""
+    """The line's stream, and the kind of counter in it."""
 
 
 def progress_of(lines: Sequence[LogLine], *, steps: int, pattern: str | None = None) -> StepsShown:
-    """Read ``steps`` steps off the lines, by a pattern or by the usual signs."""
+    """Read finished steps, of ``steps``, from the lines, by a pattern or by the usual signs."""
     usual = list(_usual(lines, steps))
     marks = list(_matched(lines, pattern, steps)) if pattern else usual
     done = [mark for mark in marks if mark.steps]
@@ -275,7 +275,7 @@ def progress_of(lines: Sequence[LogLine], *, steps: int, pattern: str | None = N
 
 
 def _has_each(lines: Sequence[LogLine], marks: Sequence[_Mark], steps: int, begins_at: int) -> bool:
-    """True if one series of marks goes through all the steps, with a loss after each, or before."""
+    """True if a series of marks goes through all steps, with a loss after each, or before each."""
     series: defaultdict[tuple[str, str], list[_Mark]] = defaultdict(list)
     for mark in marks:
         series[mark.series].append(mark)
@@ -293,7 +293,7 @@ def _has_each(lines: Sequence[LogLine], marks: Sequence[_Mark], steps: int, begi
 
 
 def _matched(lines: Sequence[LogLine], pattern: str, steps: int) -> Iterator[_Mark]:
-    """Lines that the user's pattern finds."""
+    """Marks by the user's pattern; without a group ``step``, a match means the end of training."""
     wanted = re.compile(pattern)
     for at, line in enumerate(lines):
         for found in wanted.finditer(line.text):
@@ -305,7 +305,7 @@ def _matched(lines: Sequence[LogLine], pattern: str, steps: int) -> Iterator[_Ma
 
 
 def _usual(lines: Sequence[LogLine], steps: int) -> Iterator[_Mark]:
-    """Lines of the usual kinds; a bar without a description counts only without dictionaries."""
+    """Marks by the usual signs; bars without a description count only without dictionaries."""
     dictionaries: defaultdict[str, set[str]] = defaultdict(set)
     has_dictionaries = any(_HF_STEP.search(line.text) for line in lines)
     first, is_resumed = None, False
@@ -334,7 +334,7 @@ def _usual(lines: Sequence[LogLine], steps: int) -> Iterator[_Mark]:
 
 
 def _is_elsewhere(text: str, at: int) -> bool:
-    """True if a line speaks from here on of another time, or of no training."""
+    """True if the text of a line before index ``at`` shows that it is not about training now."""
     before = _LOGGER.sub("", _FIELD.sub("", text[:at]))
     return bool(
         _BEFORE_A_STEP.fullmatch(before) is None
@@ -344,7 +344,7 @@ def _is_elsewhere(text: str, at: int) -> bool:
 
 
 def _numbered(text: str) -> re.Match[str] | None:
-    """The number of a step of training in a line that says of how many it is, or has its loss."""
+    """The match of a training step's number, in a line that also has the total or a loss."""
     found = [
         told
         for told in islice(_NUMBERED.finditer(text), _LABELS)

@@ -1,10 +1,10 @@
-"""ms-swift: its configuration file for supervised training, of a recommendation and of a trial.
+"""ms-swift: its configuration file for supervised training, for a recommendation and for a trial.
 
-FSDP2 is told by a file of JSON beside it. Its sequence parallelism shares as many key heads as
-divide among the GPUs, and what GPUs are left pass keys and values round a ring.
+FSDP2 is configured by a second file, in JSON. Its sequence parallelism shares key heads among as
+many GPUs as divide them, and such groups of GPUs pass keys and values round a ring.
 
 Source of the names: ``arguments`` of ms-swift 4.6.0, ``config/fsdp2.json`` and ``cli/main.py``; of
-what they do: ``sequence_parallel/sequence_parallel.py`` and ``trainers/seq2seq_trainer.py``.
+their effects: ``sequence_parallel/sequence_parallel.py`` and ``trainers/seq2seq_trainer.py``.
 """
 
 import json
@@ -88,12 +88,12 @@ class _MsSwift(Finetuner):
     more_tokens = 64
 
     def fuses(self, training: FineTuning) -> bool:
-        # with shared sequences Liger's loss would take no effect
+        # with shared sequences, Liger's loss would have no effect
         cell = training.cell
         return cell.layout.context_degree == 1 and is_fused(cell, training.shape)
 
     def command(self, training: FineTuning) -> str:
-        # its YAML knows no variables
+        # ms-swift's YAML has no variables
         return f"swift sft {FILE}" + ("" if training.model_path else ' --model "$MODEL_PATH"')
 
     def beside(self, training: FineTuning) -> Mapping[str, str]:
@@ -137,7 +137,7 @@ class _MsSwift(Finetuner):
         cell, model_path = training.cell, training.model_path
         settings, layout = cell.settings, cell.layout
         values: dict[str, Value] = {"model": model_path} if model_path else {}
-        # by itself it would look for an id on ModelScope
+        # by default, ms-swift looks for an id on ModelScope
         values |= {"use_hf": True} if model_path is None or is_hub_id(model_path) else {}
         variables: dict[str, Value] = {_PROCESSES: layout.gpus, **environment(settings)}
         return values | {
@@ -194,7 +194,7 @@ class _MsSwift(Finetuner):
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """FSDP2's file, and one of both that recompute; on the CPU one process without FSDP."""
+        """The files with FSDP2's, and one recomputation; on the CPU one process without FSDP."""
         recomputes = of_recomputation(launched, base)
         left = (*ALLOCATOR_VARIABLES, *_OF_A_LAUNCH)
         theirs = mapping_in(base.config, _VARIABLES)
@@ -216,7 +216,7 @@ class _MsSwift(Finetuner):
         return (*words, "sft", str(launched.place.folder / FILE))
 
     def environment(self, launched: FinetunerTrial) -> Mapping[str, str]:
-        """Its number of processes, which the user's shell may say, too."""
+        """The number of processes, which the user's shell may set to another."""
         return {} if launched.is_on_cpu else {_PROCESSES: str(launched.spec.layout.gpus)}
 
 
@@ -224,13 +224,13 @@ MS_SWIFT = _MsSwift()
 
 
 def _sharing_heads(layout: Layout, shape: ModelShape | None) -> int:
-    """GPUs that share a sequence by heads in ms-swift; the others pass keys and values on."""
+    """Number of GPUs that share a sequence by heads in ms-swift; such groups form a ring."""
     key_heads = layout.ulysses_degree if shape is None else shape.kv_heads
     return math.gcd(key_heads, layout.context_degree)
 
 
 def _trained_values(settings: Settings) -> dict[str, Value]:
-    """All of the model, or adapters; a model in NF4 is bitsandbytes'."""
+    """Fields for training the whole model, or adapters; NF4 is bitsandbytes'."""
     lora = settings.adapters
     if lora is None:
         return {"tuner_type": "full"}
@@ -254,7 +254,7 @@ def _trained_values(settings: Settings) -> dict[str, Value]:
 
 
 def _sharding(settings: Settings) -> dict[str, object]:
-    """FSDP2, by which its recomputation goes, as its own ``config/fsdp2.json`` has it."""
+    """Content of FSDP2's file, with its recomputation, as in ms-swift's ``config/fsdp2.json``."""
     offload = " offload" if settings.offloads_model else ""
     return {
         "fsdp": f"full_shard auto_wrap{offload}",
@@ -270,7 +270,7 @@ def _sharding(settings: Settings) -> dict[str, object]:
 
 
 def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
-    """Say how ms-swift learns what the model is, where its name may not tell."""
+    """Note on how ms-swift recognises the model, if its directory's name may not be enough."""
     name = launched.spec.model_name
     if "model_type" in base.config or catalog_model(name) is not None or is_hub_id(name):
         return ()

@@ -1,8 +1,8 @@
-"""Targets: a row for every trainer that a configuration is emitted for; and the folder to take
-away, with its files, the script that starts the training, and a page of what to check.
+"""Targets: a row for every trainer that a configuration is emitted for; and the folder with its
+files, the script that starts the training, and a page of things to check.
 
-Nothing in a folder is written over. A file that is there already with the very same content stays,
-so that a command may be given twice; with another nothing is written.
+No file in a folder is overwritten. A file that exists with the same content stays, so that a
+command may be given twice; if one has another content, nothing is written.
 """
 
 import os
@@ -47,7 +47,7 @@ class Emit(Protocol):
     def __call__(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
     ) -> Emitted:
-        """The configuration of a recommendation's rung ``chosen``; UsageError where words lack."""
+        """The configuration of ``chosen``. Raises UsageError if the trainer cannot express it."""
         ...
 
 
@@ -56,24 +56,23 @@ class EmitTarget:
     """One trainer that a configuration is emitted for."""
 
     file: str
-    """The name of its configuration's file, which the command that starts it has."""
+    """Name of the configuration's file, which the start command contains."""
     emit: Emit
     yours: tuple[str, ...]
-    """Things that its files leave to the user, for a page of what to check."""
+    """Things that the files leave to the user, for the page of things to check."""
     predicted_for: TrainerName
-    """The trainer whose step is predicted: its own, where ``is_step_of`` says so; this engine where
-    the law of its own says nothing of what is asked. Else it is one to compare with: verl's actor
-    for trainers with GRPO in whole logits, or this engine."""
+    """The trainer whose step is predicted: its own if ``is_step_of`` says so (this engine, if its
+    own law does not cover the question), else one to compare with: verl's actor for trainers with
+    GRPO in whole logits, or this engine."""
     package: str | None = None
-    """The package that has it; None: it is called as the target is."""
+    """Name of the trainer's package; None: the target's name."""
     is_in_guides: bool = True
-    """False: a guide's page has no configuration of it for every length, and stays small."""
+    """False: guide pages, to stay small, have no configuration of it for every length."""
     before: tuple[str, ...] = ()
-    """Lines of a shell that have to run before the command that starts it."""
+    """Shell lines that have to run before the start command."""
     knows: frozenset[str]
-    """Settings, by the names that users type, that its configuration sets, or says that it cannot.
-    Any other has to be at its default, so that a new setting is refused until somebody wrote here
-    what the trainer does with it."""
+    """Settings, by the names that users type, that the configuration sets or declares impossible.
+    Others have to be at their defaults, so that a new setting is refused until it is listed."""
 
 
 OF_ALL = frozenset(
@@ -90,13 +89,13 @@ OF_THE_ENGINE = OF_ALL | {
 }
 
 TARGETS: Mapping[Target, EmitTarget] = TrainerParts(Target, "TARGET")
-"""The trainers, by the name that ``highwater emit --for`` takes."""
+"""The targets, by the names that ``highwater emit --for`` takes."""
 
 
 def refuse_unknown_settings(
     target: Target, settings: Mapping[str, object], predicting: TrainerName
 ) -> None:
-    """Raise UsageError naming all settings that the step which is predicted has not."""
+    """Raise UsageError, naming them all, for settings that the predicted step lacks."""
     refused = refused_settings(OURS if REGISTRY[predicting].trains_by else predicting, settings)
     refused += ["offload"] if settings.get("offload") == "states" else []
     knows = TARGETS[target].knows
@@ -108,7 +107,7 @@ def refuse_unknown_settings(
 
 
 def refuse_drafts(target: Target, draft: Recommendation, *, model: str) -> None:
-    """Refuse unpredicted candidates unless the trainer has words for one, as for the simplest."""
+    """Raise the UsageError of the simplest candidate if no candidate can be configured."""
     refused: UsageError | None = None
     for each in draft.candidates:
         try:
@@ -122,7 +121,7 @@ def refuse_drafts(target: Target, draft: Recommendation, *, model: str) -> None:
 
 
 class Configured(NamedTuple):
-    """A candidate, and its configuration."""
+    """A candidate with its configuration."""
 
     candidate: Candidate
     emitted: Emitted
@@ -131,11 +130,11 @@ class Configured(NamedTuple):
 def configured_choice(
     target: Target, found: Recommendation, *, model: str, is_filled_in: bool = False
 ) -> Configured | None:
-    """The configuration of the simplest candidate that fits and that the trainer has words for, if
-    there is one whose logits are not whole there; else of the simplest that has room for them, as
-    each has of its own prediction, or of the one that lacks least. None where no candidate fits.
+    """The simplest candidate that fits, that the trainer can express, and whose logits are not
+    whole there; else the simplest that has room for whole logits, or the one that lacks the fewest
+    bytes. None if no candidate fits.
 
-    Raises UsageError, for the simplest, where the trainer has words for none.
+    Raises the UsageError of the simplest if the trainer can express none.
     """
     refused: UsageError | None = None
     whole: list[tuple[int, Configured]] = []
@@ -167,15 +166,15 @@ def configured(
     model: str,
     is_filled_in: bool = False,
 ) -> Emitted:
-    """One trainer's configuration, of ``model`` as somebody named it: a directory stands there by
-    its whole path, a model of the Hub by its id. A name of the catalog alone stands for no files,
-    unless ``is_filled_in`` says that its id on the Hub does.
+    """Make one trainer's configuration. ``model``: as the user named it; a directory is written as
+    its absolute path, a model of the Hub as its id; a catalog name as its id on the Hub if
+    ``is_filled_in``, else not at all.
 
-    Raises UsageError for what the trainer has no words for.
+    Raises UsageError for settings that the trainer cannot express.
     """
     row = TARGETS[target]
     refuse_several_machines(chosen.cell.layout, found.device_name)
-    # what others call offload of the optimizer moves it all back before the update (verl), or
+    # other trainers' offload of the optimizer moves it all back before the update (verl), or
     # updates on the host (DeepSpeed)
     if chosen.cell.settings.offloads_states:
         raise _without_words(target, {"offload": "states"})
@@ -197,7 +196,7 @@ def configured(
 
 
 def hub_id_of(name: str) -> str | None:
-    """The id on the Hub of a catalog model, of the very one that was named; None: it has none."""
+    """The id on the Hub of a catalog model, by the name that was given; None if it has none."""
     known = catalog_model(name)
     if known is None:
         return None
@@ -216,7 +215,7 @@ def _without_words(target: Target, unknown: Mapping[str, object]) -> UsageError:
 
 
 def named(cell: Cell) -> dict[str, object]:
-    """Settings of a cell that are not the default, by the names that users type, in order."""
+    """Settings of a cell that differ from the default, by the names that users type, in order."""
     differs: dict[str, object] = {
         row.name: row.typed_for(getattr(cell.settings, row.rung_field))
         for row in DECLARED.values()
@@ -227,15 +226,17 @@ def named(cell: Cell) -> dict[str, object]:
 
 LAUNCH, CHECK = "launch.sh", "CHECK.md"
 _NEEDED = {"MODEL_PATH": "the directory of the model", "DATASET": "where prompts come from"}
-"""Variables that a configuration may read, explained; a quote would begin a text of bash's."""
+"""Variables that a configuration may read, with words for bash, which must not have quotes."""
 _FOLDERS = 1000
-"""Free names that are looked for."""
+"""Most folder names that are tried."""
 
 
 def launch_script(
     emitted: Emitted, *, file: str, said: Sequence[str], before: Sequence[str]
 ) -> str:
-    """The script that starts a training from anywhere, below what is ``said``, after ``before``."""
+    """The script that starts a training from any folder: ``said`` as a comment, lines to run
+    ``before``, and the start command.
+    """
     is_script = emitted.text.startswith("#!")
     command = f'bash {file} "$@"' if is_script else f'{emitted.command} "$@"'
     read = f"{emitted.text}{emitted.command}"
@@ -258,7 +259,7 @@ def launch_script(
 
 
 def refuse_no_folder(folder: Path) -> None:
-    """Raise UsageError for what is there and is no folder."""
+    """Raise UsageError if the path exists and is no folder."""
     if os.path.lexists(folder) and not folder.is_dir():
         raise UsageError(
             f"{folder} is there, and is no folder",
@@ -267,8 +268,8 @@ def refuse_no_folder(folder: Path) -> None:
 
 
 def write_folder(folder: Path, files: Mapping[str, str]) -> tuple[Path, ...]:
-    """Write the files into a folder, made if need be; the paths of all. UsageError where one is
-    there with another content, MachineError where writing fails: nothing new is left.
+    """Write the files into a folder, made if need be, and return all paths. Raises UsageError if a
+    file exists with another content, MachineError if writing fails; then no new file is left.
     """
     refuse_no_folder(folder)
     others = [
@@ -284,7 +285,7 @@ def write_folder(folder: Path, files: Mapping[str, str]) -> tuple[Path, ...]:
         for name, text in files.items():
             if not os.path.lexists(folder / name):
                 _write(folder / name, text, made)
-    except FileExistsError as error:  # since it was looked for
+    except FileExistsError as error:  # made since the check above
         _remove(made)
         raise _taken_already(folder, Path(error.filename).name) from error
     except OSError as error:
@@ -297,7 +298,7 @@ def write_folder(folder: Path, files: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def _write(path: Path, text: str, made: list[Path]) -> None:
-    """Write a new file; a script may be run by whoever may read it."""
+    """Write a new file; a script is executable for all who may read it."""
     mode = 0o777 if path.suffix == ".sh" else 0o666
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     made.append(path)
@@ -326,7 +327,7 @@ def _taken_already(folder: Path, name: str) -> UsageError:
 
 
 def _free(folder: Path) -> str:
-    """``taken-away-2``, ``taken-away-3``, ...: the first that is not there yet."""
+    """The first of ``taken-away-2``, ``taken-away-3``, ... that does not exist."""
     plain = str(folder).rstrip("/") or "taken-away"
     names = (f"{plain}-{number}" for number in range(2, _FOLDERS))
     return next(name for name in names if not os.path.lexists(name))

@@ -1,11 +1,11 @@
-"""A recommendation as torchtitan's configuration, a Python file.
+"""torchtitan: a recommendation as its configuration, a Python file.
 
-A model of the catalog is torchtitan's own of that name; any other goes through its experiment with
-transformers' models, which reads the model's ``config.json``. Its context parallelism gathers keys
-and values instead of sharing heads or passing them round a ring.
+Some models of the catalog are torchtitan's own; any other uses its experiment with transformers'
+models, which reads the model's ``config.json``. Its context parallelism gathers keys and values
+instead of sharing heads or passing them round a ring.
 
-LoRA is a converter of its own models' configurations. Their queries, keys and values come from one
-layer, ``wqkv``, which has one adapter.
+LoRA is a converter in the configuration of torchtitan's own models. Their queries, keys and values
+come from one layer, ``wqkv``, which has one adapter.
 
 Source of the names: ``torchtitan/trainer.py``, ``config``, ``components/lora.py`` and
 ``models/common`` of torchtitan 0.3.0.
@@ -44,7 +44,7 @@ FLAVORS: Mapping[str, tuple[str, str]] = {
     **{f"Qwen3-{size}": ("qwen3", size) for size in _QWEN3_SIZES},
     "Llama-3.1-8B": ("llama3", "8B"),
 }
-"""The module and flavor in torchtitan of a model, by its name in the catalog."""
+"""Module and flavor of torchtitan's own models, by their catalog names."""
 _LAYERS: Mapping[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "wqkv"),
     "o_proj": "wo",
@@ -52,7 +52,7 @@ _LAYERS: Mapping[str, str] = {
     "up_proj": "w3",
     "down_proj": "w2",
 }
-"""A linear layer of its own models, by what transformers' models call it."""
+"""Names of linear layers in torchtitan's own models, by their names in transformers."""
 _FUSED = ATTENTION[:3]
 _MODULE = "torchtitan_settings"
 _BY_ENVIRONMENT = 'os.environ["MODEL_PATH"]'
@@ -60,7 +60,7 @@ _WRITTEN = {
     name: Path(__file__).with_name(f"torchtitan_{name}.txt").read_text(encoding="utf-8")
     for name in ("own", "transformers")
 }
-"""The module of one of its own models, and of any other by transformers."""
+"""Templates of the module, for torchtitan's own models and for transformers' models."""
 _ROPE = """\
     for layer in model.model.layers:
         layer.attention.rope = replace(
@@ -76,7 +76,7 @@ _LORA = """\
 def torchtitan(
     found: Recommendation, chosen: Candidate, *, model_path: str | None = None
 ) -> Emitted:
-    """Write a module with the configuration's function; UsageError for what it cannot have."""
+    """Make a module with the configuration's function. Raises UsageError for what it lacks."""
     cell, settings = chosen.cell, chosen.cell.settings
     refuse_obstacle(
         cell,
@@ -116,12 +116,12 @@ def torchtitan(
 
 
 _CHUNK_TOKENS = 256, 2048
-"""Fewest and most tokens of a sequence in one chunk of the loss, which cuts it into equal ones: at
-the most it holds 3 GiB of logits of a vocabulary of 150,000."""
+"""Fewest and most tokens of a sequence in a chunk of the loss; chunks are equal. The largest holds
+3 GiB of logits at a vocabulary of 150,000."""
 
 
 def _chunks(chosen: Candidate) -> int | None:
-    """The fewest chunks of a GPU's share of a sequence; None for a whole loss, or if none fits."""
+    """Fewest equal chunks of a GPU's part of a sequence; None for a whole loss, or if none fits."""
     sequences = chosen.cell.settings.sequences_per_micro_batch
     fewest_tokens, most_tokens = _CHUNK_TOKENS
     share_tokens = chosen.token_budget_tokens // sequences
@@ -154,7 +154,7 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
 
 
 def _of_adapters(found: Recommendation, chosen: Candidate, lora: Lora) -> list[str]:
-    """Differences of its LoRA from what is predicted."""
+    """Sentences on the differences of torchtitan's LoRA from the predicted one."""
     where = "host memory" if chosen.cell.settings.offloads_model else "each GPU"
     more = format_bytes(_wider_bytes(found, chosen))
     said = [
@@ -175,7 +175,7 @@ def _targets(lora: Lora) -> tuple[str, ...]:
 
 
 def _refuse_adapters(found: Recommendation, chosen: Candidate, lora: Lora, *, is_own: bool) -> None:
-    """Raise UsageError for adapters that torchtitan has not, or no headroom for in float32."""
+    """Raise UsageError for adapters that torchtitan lacks, or if a float32 model does not fit."""
     if not is_own:
         raise UsageError(
             "torchtitan has adapters on models of its own, not on transformers'",
@@ -201,7 +201,7 @@ def _refuse_adapters(found: Recommendation, chosen: Candidate, lora: Lora, *, is
 
 
 def _wider_bytes(found: Recommendation, chosen: Candidate) -> int:
-    """Bytes that a frozen model takes more in float32 than in bf16, of a GPU or the machine."""
+    """Further bytes of a frozen model in float32 instead of bf16, on a GPU or the machine."""
     layout = chosen.cell.layout
     shards = layout.shard_degree // (
         layout.machine_gpus if chosen.cell.settings.offloads_model else 1
@@ -210,7 +210,7 @@ def _wider_bytes(found: Recommendation, chosen: Candidate) -> int:
 
 
 def _lora_values(lora: Lora) -> dict[str, Value]:
-    """The converter's: without names it would take the head, too."""
+    """Values of the converter; without names of layers it would also take the head."""
     layers = dict.fromkeys(_LAYERS[name] for name in _targets(lora))
     return {
         "lora.rank": lora.rank,
@@ -222,7 +222,7 @@ def _lora_values(lora: Lora) -> dict[str, Value]:
 def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
     settings, layout = chosen.cell.settings, chosen.cell.layout
     degree = layout.context_degree
-    # of a step that is one micro-batch of every rank; else it is the user's to name
+    # the batch of a step with one micro-batch per rank; otherwise the user names it
     step_rows = settings.sequences_per_micro_batch * layout.data_parallel_degree
     values: dict[str, Value] = {
         "training.local_batch_size": settings.sequences_per_micro_batch,
@@ -231,13 +231,13 @@ def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
         "training.dtype": "float32",
         "training.mixed_precision_param": "bfloat16",
         "training.enable_cpu_offload": settings.offloads_model,
-        # a graph wants the mask of documents to be alike in every step, and refuses one that is not
+        # a CUDA graph needs the same document mask in every step, and refuses others
         "training.disable_cuda_graphs": True,
         "parallelism.data_parallel_replicate_degree": layout.replicate_degree,
         "parallelism.data_parallel_shard_degree": layout.shard_degree // degree,
         "parallelism.context_parallel_degree": degree,
     }
-    # "headtail" cannot cut the mask of flex attention, which is what language models have there.
+    # "headtail" cannot cut the mask of flex attention, which torchtitan's language models use
     return values | ({"parallelism.context_parallel_load_balancer": "ptrr"} if degree > 1 else {})
 
 
@@ -269,7 +269,7 @@ def _program(
     written += "        optimizer=default_adamw(lr=1e-5),\n"
     if own is None:
         model = repr(model_path) if model_path else _BY_ENVIRONMENT
-        # the tokenizer is read from a directory, the model by its id, too
+        # the tokenizer is read only from a directory, the model also by its id
         directory = _BY_ENVIRONMENT if model_path and is_hub_id(model_path) else model
         imports = "import os\n\n" if directory == _BY_ENVIRONMENT else ""
         return imports + _WRITTEN["transformers"].format(
@@ -292,7 +292,7 @@ def _program(
 
 
 def _converter(values: Mapping[str, Value]) -> str:
-    """The converter's arguments, its layers as one list."""
+    """The LoRA converter's arguments, a line each, with layers as one list; empty without LoRA."""
     names = [value for name, value in values.items() if name.startswith("lora.target_modules.")]
     if not names:
         return ""
@@ -302,7 +302,7 @@ def _converter(values: Mapping[str, Value]) -> str:
 
 
 def _arguments(section: str, values: Mapping[str, Value]) -> str:
-    """One section's values as arguments, a line ``name=value,`` for each."""
+    """The values of one section as arguments, a line ``name=value,`` each."""
     own = {name: value for name, value in values.items() if name.startswith(f"{section}.")}
     named = ((name.removeprefix(f"{section}."), value) for name, value in own.items())
     return "".join(f"            {name}={value!r},\n" for name, value in named)

@@ -4,20 +4,20 @@ In version 0.6.0 ``model.rope_scaling`` reaches the rollout alone: the
 trainer reads the model's own ``config.json`` (``trinity/trainer/verl/config.py``), so YaRN has to
 be in both.
 
-With LoRA it writes every checkpoint's adapters for its rollout, and under FSDP2 trains them in
+With LoRA it saves the adapters of every checkpoint for its rollout, and with FSDP2 trains them in
 bfloat16 (``_maybe_patch_lora_fsdp2`` and ``_save_lora`` in ``trinity/trainer/verl/workers.py``).
 
 Source of the names: ``trinity/common/config.py`` of trinity-rft 0.6.0.
 
-The memory of a step is told in closed form, as its published A100 tables show it, and by replay of
-traces that come with the package (``docs/results/lab/trinity.py`` makes them).
+The memory of a step is predicted in closed form, fitted to its published A100 tables, and by replay
+of traces in the package (made by ``docs/results/lab/trinity.py``).
 
 ``peak = 16 P / shards + 8 T V + 2 T E layers + 4 V E (1 if tied, else 2) + 2.5e9`` bytes, context
-included: fitted to those tables. With LoRA the first term is ``(4 P + 16 A) / shards``: one dtype,
-float32, for all of a model. Source: ``_build_lora_module`` in
+included. With LoRA the first term is ``(4 P + 16 A) / shards``: one dtype, float32, for the whole
+model. Source: ``_build_lora_module`` in
 ``verl/workers/engine/fsdp/transformer_impl.py`` of verl 0.9.1.
 
-T tokens of one GPU's micro-batch  E hidden size  V vocabulary  P parameters  A those of adapters
+T tokens of one GPU's micro-batch  E hidden size  V vocabulary  P parameters  A adapters' parameters
 """
 
 import lzma
@@ -71,7 +71,7 @@ VERSION = "0.6.0"
 _WORDS = Dialect("trinity", "Trinity-RFT", VERSION)
 _COMMAND = "trinity run --config trinity.yaml"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM can be told of (``MaxLoRARanks``); Trinity-RFT tells it the adapters'."""
+"""Ranks that vLLM accepts (``MaxLoRARanks``); Trinity-RFT passes the adapters' rank."""
 _NARROW_ADAPTERS = (
     "adapters in float32: with FSDP2 it trains them in bf16, where updates below 0.2 % of a number "
     "are lost; the frozen model is in float32"
@@ -79,7 +79,7 @@ _NARROW_ADAPTERS = (
 
 
 def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Write the sections that a length depends on. UsageError for adapters it cannot have."""
+    """Make the sections that a length depends on. Raises UsageError for adapters that it lacks."""
     values = _values(found, chosen, yaml_path(model_path))
     variables = environment(chosen.cell.settings)
     why = "model.rope_scaling reaches the rollout alone, the trainer reads the model itself"
@@ -129,7 +129,9 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
 
 
 def _lora_values(lora: Lora, *, is_served: bool) -> dict[str, Value]:
-    """Adapters on every linear layer: it would save a pattern of names letter by letter."""
+    """Fields of adapters. Raises UsageError unless they are on all linear layers: Trinity-RFT would
+    save a pattern of names letter by letter.
+    """
     if lora.targets != ALL_LINEAR:
         raise UsageError(
             f"Trinity-RFT has no adapters on layers by their names, such as {lora.targets}",
@@ -155,26 +157,26 @@ ACCURACY = (
     "by the closed form, fitted to the published A100 table, of which it has 69 of 80 cells with "
     "expandable segments and 30 of 40 without, the others within one step of the grid"
 )
-"""Errors of the closed form, as far as they are known."""
+"""Sentence on the errors of the closed form."""
 _LOGITS_BYTES = 8.0
 """Bytes of logits per token x vocabulary in Trinity-RFT and verl, which divide by the temperature
-in place through a view. Measured, torch 2.11."""
+in place through a view. Measured with torch 2.11."""
 _FIXED_BYTES = 2_500_000_000
-"""Bytes that no length changes, besides states, embedding and head; the context is included. Fitted
-to the published A100 tables."""
+"""Bytes that do not depend on the length, besides states, embedding and head; with the context.
+Fitted to the published A100 tables."""
 _EMBEDDING_BYTES = 4
-"""Bytes per element of embedding and head, whole on every GPU in use. Fitted to the same tables."""
+"""Bytes per element of embedding and head, gathered whole on every GPU. Fitted to those tables."""
 _WIDER_BYTES = 2
-"""Bytes per element of a frozen model that float32 takes more than our own engine's bfloat16."""
+"""Further bytes per element of a frozen model, in float32 instead of our engine's bfloat16."""
 _FILLED_SHARE: Mapping[str, float] = {"expandable": 1.0, "native": 0.86}
-"""Share of the allocator's memory that live tensors can fill. Fitted to the published A100 tables,
-where the native allocator loses 12 to 14 %."""
+"""Share of the allocator's memory that live tensors can fill. Fitted to the published A100 tables:
+the native allocator loses 12 to 14 %."""
 
 
 def footprint(step: Step) -> Footprint:
-    """Memory of a step of that trainer: two sequences of the length in a micro-batch, unless the
-    settings say otherwise. Raises ModelError for a family whose own class, which that trainer runs,
-    makes scaled or capped logits beside those of its head.
+    """Memory of a step of Trinity-RFT's trainer, by default with two sequences in a micro-batch.
+    Raises ModelError for a family whose own class, which that trainer runs, makes scaled or capped
+    logits in addition to the head's.
     """
     shape, settings, layout = step.shape, step.settings, step.layout
     if family_row(shape.model_type).logits is not None:
@@ -209,8 +211,8 @@ _ALWAYS = ("strategy", "objective", "entropy", "loss")
 
 
 def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are not asked about, where ``named`` are. Published offload is FSDP2's, with
-    expandable segments; LoRA, which was not published, keeps frozen parameters apart by FSDP2.
+    """Fields that are taken as published, given the ``named`` ones. Published offload is FSDP2's,
+    with expandable segments; LoRA, never published, needs FSDP2 to keep frozen parameters apart.
     """
     is_offloaded = named.get("offload", False) is not False
     published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]
@@ -229,35 +231,34 @@ REPLAY_ACCURACY = (
     "by replay of a trace, which has of the published A100 table 39 of 40 cells with expandable "
     "segments and 34 of 40 without, and all but two of the others within one step of the grid"
 )
-"""Errors of the replay, as far as they are known."""
+"""Sentence on the errors of the replay."""
 OUTSIDE_BYTES: Mapping[bool, int] = {False: round(2.0 * GIB), True: round(3.5 * GIB)}
-"""Bytes in no trace, by whether GPUs share sequences: context, NCCL, whatever else the
-trainer's workers hold. Fitted to the published A100 table, of whose cells 2.0, by one, and 3.2 to
-3.7 GiB alike give the most exactly (docs/results/lab/outside_scan.py). Of these workers themselves
-H200s have 1.6 and 2.0 to 2.8 GiB outside the allocator (docs/results/lab, Outside the
-allocator)."""
+"""Bytes outside the traces, by whether GPUs share sequences: context, NCCL, other memory of the
+workers. Fitted to the published A100 table: 2.0 GiB, by one cell, and 3.2 to 3.7 GiB, all alike,
+give the most cells exactly (docs/results/lab/outside_scan.py). On H200s these workers have 1.6 and
+2.0 to 2.8 GiB outside the allocator (docs/results/lab, Outside the allocator)."""
 
 
 class BundledTrace(Record, frozen=True, kw_only=True):
-    """The step of one model on one layout, on the fullest rank."""
+    """Trace of the step of one model on one layout, on the fullest rank."""
 
     shape: ModelShape
     layout: Layout
     log: msgspec.Raw
-    """A ``ScaledTrace``, decoded once it is asked for: all 40 take a third of a second."""
+    """A ``ScaledTrace``, decoded on demand: all 40 would take a third of a second."""
 
 
 _Place = tuple[ModelShape, Layout]
 
 
 def covers(shape: ModelShape, cell: Cell) -> bool:
-    """True if a bundled trace speaks of a model's cell."""
+    """True if there is a bundled trace for a model's cell."""
     is_whole = cell.settings.offload is False and cell.settings.lora is None
     return is_whole and (shape, cell.layout) in _logs()
 
 
 def predictor(question: Question, cell: Cell, memory_limit: MemoryLimit) -> ReplayPredictor:
-    """The replay of a cell that a bundled trace speaks of."""
+    """The replay of a cell with a bundled trace."""
     shape, layout = place = question.model.shape, cell.layout
     trace, replays = bundled_trace(place), _replays(place, cell.settings.allocator)
 
@@ -275,7 +276,7 @@ def predictor(question: Question, cell: Cell, memory_limit: MemoryLimit) -> Repl
 
 @cache
 def _replays(place: _Place, allocator: Allocator) -> Replays:
-    """Replays by tokens, a twelfth of a second each; none where too much is alive already."""
+    """Replays by tokens, a twelfth of a second each; none if the live bytes exceed the capacity."""
     trace = bundled_trace(place)
     alive_bytes = cache(trace.least_bytes)
 
@@ -291,7 +292,7 @@ def _replays(place: _Place, allocator: Allocator) -> Replays:
 
 @cache
 def bundled_trace(place: tuple[ModelShape, Layout]) -> ScaledTrace:
-    """The trace of a model on a layout: FSDP, no offload, AdamW in float32, no LoRA."""
+    """The trace of a model on a layout, with FSDP, AdamW in float32, no offload and no LoRA."""
     return from_json(bytes(_logs()[place]), ScaledTrace)
 
 

@@ -1,6 +1,6 @@
-"""What a user's own file of a trainer that steps by transformers says of memory, in the words of a
-request: ``predict --trainer-config``. What is typed goes first; what the file asks and no law has
-is refused by name; what is left over is named in a note. Each trainer's words are in its module.
+"""User's file: the settings that decide memory in a user's own file of a trainer that steps by
+transformers, as fields of a request: ``predict --trainer-config``. Typed settings take precedence;
+fields that are not predicted are refused by name; unknown fields are named in a note.
 """
 
 import re
@@ -24,59 +24,59 @@ from highwater.trainers.foreign import fsdp_keys, launcher_of, mapping_in, yaml_
 
 FileFields = Mapping[str, Any]
 SAVING = ("allocator", "loss", "liger", "activations", "recompute")
-"""Settings of a file that a recommendation chooses itself."""
+"""Settings in a file that a recommendation chooses itself."""
 
 
 class FileWords(Record, frozen=True, kw_only=True):
-    """Names of a trainer's fields, by what they say; empty: it has none, as a launcher's file."""
+    """Names of a trainer's fields, by meaning; empty: the trainer has no such field."""
 
     length: str = ""
     rows: str = "per_device_train_batch_size"
     rank: tuple[str, int] = ("", 0)
-    """LoRA's rank, and what it is where nobody says."""
+    """Field of LoRA's rank, and its default."""
     alpha: tuple[str, int | None] = ("lora_alpha", None)
-    """None: twice the rank."""
+    """Field of LoRA's alpha, and its default; None: twice the rank."""
     targets: str = ""
     adapters: tuple[str, tuple[Any, ...]] = ("", ())
-    """The field that asks for adapters, with its values that do; None: nobody has to."""
+    """Field that asks for adapters, and the values that do; None among them: also if left out."""
     four_bits: tuple[str, tuple[Any, ...]] = ("load_in_4bit", (True,))
     fused: tuple[str, ...] = ("use_liger_kernel",)
-    """Fields that all have to be true for the kernels that a chunked loss stands for, the loss's
-    last; some name the others in ``liger_kernel_config``."""
+    """Fields of Liger's kernels, the loss's last: all have to be true for our chunked loss. A file
+    may also name the kernels of layers in ``liger_kernel_config``."""
     fused_by: tuple[str, ...] = ()
-    """What loads those kernels, to be written beside them."""
+    """Lines that load these kernels, to be written beside the fields."""
     keeps_all: tuple[str, ...] = ()
-    """Fields by which layers are not recomputed."""
+    """Fields that switch recomputation off."""
     recomputes: bool = True
-    """True if layers are recomputed where nobody says."""
+    """True if layers are recomputed by default."""
     on_host: tuple[str, ...] = ()
-    """Fields that keep what layers keep in host memory."""
+    """Fields that put layers' activations into host memory."""
     optimizer: str = "optim"
     refused: tuple[str, ...] = ()
-    """Fields that say something that is not predicted, beside those of every trainer."""
+    """Fields with effects that are not predicted, besides those of every trainer."""
     passed: tuple[str, ...] = ()
-    """Fields that take no memory, ``*`` for any end, beside those of every trainer."""
+    """Fields without an effect on memory, besides those of every trainer; ``*``: any end."""
 
 
 class _AllWords(Record, frozen=True, kw_only=True):
-    """What is known of the fields in users' files (``user_file.json``)."""
+    """Meanings of the fields in users' files (``user_file.json``)."""
 
     trainers: dict[TrainerName, FileWords]
     refused: tuple[str, ...]
-    """Of every trainer: fields that say something that is not predicted."""
+    """Fields of any trainer with effects that are not predicted."""
     known: tuple[str, ...]
-    """Of every trainer: fields that are read, or take no memory; ``*`` for any end."""
+    """Fields of any trainer that are read, or have no effect on memory; ``*``: any end."""
 
 
 _ALL = packaged("trainers/user_file.json", _AllWords)
 FILE_WORDS: Mapping[TrainerName, FileWords] = _ALL.trainers
 _USUAL = (1, "none", "sft")
-"""Values of those by which nothing else is asked."""
+"""Values of refused fields that have no such effect."""
 _OPTIMIZERS = {
     "adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit",
     "adamw": r"adamw(_torch\w*)?|paged_adamw(_32bit)?",
 }
-"""What is predicted of an optimizer, by a pattern of its names."""
+"""Patterns of optimizers' names in files, by the optimizer that is predicted for them."""
 
 
 _THEIRS = {
@@ -84,11 +84,11 @@ _THEIRS = {
     "offload": "offload_params",
     "activations": "offload of activations",
 }
-"""What files call a setting that some law has not, where nobody calls it as we do."""
+"""Names in files of settings that some trainers' formulas lack, if they differ from ours."""
 
 
 class FileSettings(NamedTuple):
-    """What a file says."""
+    """The settings, the length and notes from a user's file."""
 
     settings: dict[str, Any]
     """Fields of ``Request``."""
@@ -99,9 +99,9 @@ class FileSettings(NamedTuple):
 def settings_of(
     trainer: TrainerName, path: Path, *, gpus: int, typed: Mapping[str, Any]
 ) -> FileSettings:
-    """What a user's file of a trainer says of a step on so many GPUs, but for what is ``typed``.
+    """Read a step on ``gpus`` GPUs from a user's file of a trainer, except the ``typed`` settings.
 
-    Raises UsageError for a file that cannot be read, and for what nobody predicts.
+    Raises UsageError for a file that cannot be read, and for fields that are not predicted.
     """
     if trainer not in FILE_WORDS:
         raise UsageError(
@@ -148,7 +148,7 @@ def settings_of(
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
     given = {*typed, *MEMORY[trainer].fixed_fields({})}
-    # what a file says beside a setting is not asked for where that is typed
+    # a field that belongs to a typed setting is not taken from the file
     given |= {own for name, own in (("loss", "liger"), ("optimizer", "paged")) if name in given}
     taken = {name: value for name, value in found.items() if name not in given}
     refused = TRAINERS[trainer].refused(taken)
@@ -162,16 +162,16 @@ def settings_of(
 
 
 def model_in(path: Path) -> str | None:
-    """The model that a user's file names, in any trainer's words."""
+    """The model that a user's file names, by any trainer's field; None if it names none."""
     config = yaml_fields(file_content(path), path, hint="name the file that your trainer takes")
     names = ("base_model", "model_name_or_path", "model")
     return next((str(config[name]) for name in names if config.get(name)), None)
 
 
 def changes(trainer: TrainerName, before: Settings, after: Settings) -> dict[str, dict[str, Any]]:
-    """What to write into a user's file of ``before`` for ``after``, in the trainer's own keys, or
-    into the environment, each with the settings that it changes; empty where its files have no
-    words for all of that.
+    """What to write into a user's file so that the settings ``before`` become ``after``: words in
+    the trainer's keys, or for the environment, each with the settings that they change; empty if
+    files cannot express all of them.
     """
     words = FILE_WORDS[trainer]
     rows = after.sequences_per_micro_batch // after.traits.documents_together
@@ -195,10 +195,10 @@ def changes(trainer: TrainerName, before: Settings, after: Settings) -> dict[str
 
 
 def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) -> Study:
-    """A study of this trainer with those trials that are predicted, each with what the user's file
-    set, of which ``notes`` tell; another trainer's study as it is.
+    """A study of ``trainer`` with only the trials that are predicted, each with the settings of the
+    user's file, to which ``notes`` are added; another trainer's study unchanged.
 
-    Raises UsageError where that file is not as it was, and where no trial is predicted.
+    Raises UsageError if that file has changed, and if no trial is predicted.
     """
     foreign, refuse = study.question.foreign, MEMORY[trainer].refuse
     if foreign is None or foreign.trainer != trainer or refuse is None:
@@ -237,8 +237,8 @@ def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) ->
 
 
 def _of_a_trial(settings: Settings, content: bytes, *, is_launched: bool) -> set[str]:
-    """What a trial does whatever its file says: what was named, its batch, and where the file has
-    no word for them, how GPUs share states and that FSDP recomputes.
+    """Names of the settings that a trial has whatever the file says: those named, its batch and,
+    if the file does not set them, sharing of states and recomputation.
     """
     named = RUNG_ROWS.keys() & settings.named
     named |= {name for name in RUNG_ROWS if name.startswith("lora")} if settings.lora else set()
@@ -251,7 +251,7 @@ def _of_a_trial(settings: Settings, content: bytes, *, is_launched: bool) -> set
 def _training(
     words: FileWords, config: FileFields, source: str, typed: Iterable[str], notes: list[str]
 ) -> dict[str, Any]:
-    """What one process does."""
+    """Settings of the training in one process."""
     found: dict[str, Any] = {
         "sequences_per_micro_batch": _whole(config, words.rows, source),
         "micro_batches": min(2, _whole(config, "gradient_accumulation_steps", source)),
@@ -290,7 +290,7 @@ def _training(
 
 
 def _kernels(words: FileWords, config: FileFields, source: str, notes: list[str]) -> dict[str, Any]:
-    """Which of Liger's kernels a step has: all, the loss's alone, or none."""
+    """Settings for Liger's kernels in the step: all, only the loss's, or none."""
     is_cut, own = bool(config.get("cut_cross_entropy")), mapping_in(config, "liger_kernel_config")
     *layers, loss = [bool(config.get(name)) for name in words.fused]
     if loss and own:
@@ -306,7 +306,7 @@ def _kernels(words: FileWords, config: FileFields, source: str, notes: list[str]
 
 
 def _sharing(config: FileFields, launcher: FileFields, path: Path, gpus: int) -> dict[str, Any]:
-    """How processes share states: by FSDP, by DeepSpeed, or each with a copy."""
+    """Settings of sharing states: FSDP, DeepSpeed, or copies. Raises UsageError for other ways."""
     for name, size in mapping_in(launcher, "parallelism_config").items():
         if name.endswith(("tp_size", "sp_size", "cp_size")) and str(size or 1) != "1":
             raise _unknown(path.name, name, size)
@@ -331,15 +331,14 @@ _ZERO = {
     (3, True, False): "zero3-optimizer-offload",
     (3, True, True): "zero3-offload",
 }
-"""What is predicted of DeepSpeed, by its stage and by what is in host memory: the optimizer, the
-parameters."""
+"""Our setting ``deepspeed``, by the stage, and by what is on the host: optimizer, parameters."""
 _ZERO_BUCKET = 500_000_000
-"""Numbers of its bucket of gradients where nobody says (deepspeed/runtime/zero/config.py)."""
+"""Default numbers in DeepSpeed's bucket of gradients (deepspeed/runtime/zero/config.py)."""
 
 
 def _by_zero(zero: Any, path: Path) -> dict[str, Any]:
-    """How DeepSpeed shares states, by its own file, by accelerate's fields, or by the name of a
-    template that is not here. Raises UsageError for stages and places that nobody predicts.
+    """Settings of DeepSpeed, by its own file, by accelerate's fields, or by the name of a template
+    that is not on this machine. Raises UsageError for stages and places that are not predicted.
     """
     fields = mapping_in({"zero": zero}, "zero")
     named = fields.get("deepspeed_config_file") or zero
@@ -352,7 +351,7 @@ def _by_zero(zero: Any, path: Path) -> dict[str, Any]:
             of_params = "cpu" if is_away and stage[1] == "3" else "none"
             fields = {"stage": stage[1], "offload_param_device": of_params}
             fields["cpu_offload"] = is_away and "param" not in named
-            # trainers' own templates have it so of stage 3, and of 2 the default
+            # trainers' own templates have this for stage 3, and the default for stage 2
             fields |= {"reduce_bucket_size": "auto"} if stage[1] == "3" else {}
     section = mapping_in(fields, "zero_optimization") or fields
     devices = [
@@ -370,13 +369,13 @@ def _by_zero(zero: Any, path: Path) -> dict[str, Any]:
     bucket = section.get("reduce_bucket_size", _ZERO_BUCKET)
     if bucket == "auto":
         return {"deepspeed": form}
-    # communication beside computation fills a second one
+    # overlapped communication fills a second bucket
     buckets = 2 if form.startswith("zero2") and section.get("overlap_comm") else 1
     return {"deepspeed": form, "deepspeed_bucket": buckets * int(float(bucket))}
 
 
 def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int:
-    """The number of a field; UsageError for what is none, such as ``auto``."""
+    """The whole number of a field. Raises UsageError for other values, such as ``auto``."""
     value = config.get(name) or usual
     if not str(value).isdecimal():
         raise UsageError(

@@ -1,11 +1,11 @@
-"""A recommendation as verl's Hydra overrides, in a shell script.
+"""verl: a recommendation as its Hydra overrides, in a shell script.
 
 verl turns expandable segments on by itself after each exchange of weights
 (``verl/workers/engine_workers.py``); in the environment they would end vLLM's sleep mode, whose
 memory pool refuses them (https://github.com/pytorch/pytorch/issues/147851).
 
-With LoRA the rollout loads the model from its own files, by ``load_format``, and is sent adapters
-alone; else the actor would gather all of the model once. FSDP2 sends them without
+With LoRA the rollout loads the model from its own files (``load_format``), and is sent only the
+adapters; else the actor would gather the whole model once. FSDP2 sends them without
 ``layered_summon``, which is for FSDP1's flat pieces (``collect_lora_params`` in
 ``verl/utils/fsdp_utils.py``).
 
@@ -26,7 +26,7 @@ from highwater.trainers.targets import OF_ALL, OF_LORA, OF_ROLLOUT, EmitTarget
 VERSION = "0.9.1"
 _WORDS = Dialect("verl", "verl", VERSION)
 MODEL_PATH = "$MODEL_PATH"
-"""The model's path where nobody said where it lies."""
+"""Stand-in for the model's path, if it is not known."""
 _PROGRAM = "python3 -m verl.trainer.main_ppo"
 _PATH = "actor_rollout_ref.model.path"
 _ACTOR = "actor_rollout_ref.actor"
@@ -38,7 +38,7 @@ _MOST_RANK = 512
 
 
 def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Write overrides for a length; UsageError for GPUs set aside, or impossible adapters."""
+    """Make overrides for a length. Raises UsageError for GPUs set aside and impossible adapters."""
     if found.rollout_gpus:
         raise UsageError(
             "verl's actor and rollout share their GPUs: none are set aside",
@@ -113,7 +113,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
 
 
 def _lora_values(lora: Lora | None) -> dict[str, Value]:
-    """Adapters, whose names are a list in Hydra's words."""
+    """Overrides of adapters, with layers as Hydra's list. Raises UsageError for too high a rank."""
     if lora is None:
         return {}
     if lora.rank > _MOST_RANK:
@@ -131,7 +131,7 @@ def _lora_values(lora: Lora | None) -> dict[str, Value]:
 
 
 def _override(name: str, value: Value) -> str:
-    """One argument of the shell; a path is quoted for Hydra's ``,`` and ``=``, then for it."""
+    """One override as a shell argument; a path is quoted for Hydra first, then for the shell."""
     if name != _PATH:
         return shlex.quote(f"{name}={value}")
     if value == MODEL_PATH:  # a variable, which the shell has to expand

@@ -129,7 +129,7 @@ class CellTraces:
         length_tokens = question.grid.length(index)
         if not self.predictor.at(length_tokens, room_bytes).fits:
             return False
-        if not self.predictor.at(length_tokens, self.formula.sure_bytes(self.factors)).fits:
+        if not self.predictor.at(length_tokens, self.formula.most_needed_bytes(self.factors)).fits:
             self.begin(max(index - 1, next(question.growing_ranges(self.formula.cell, index))[0]))
         return True
 

@@ -1,5 +1,5 @@
-"""Constants of the formula, each with its source, and a GPU's memory in the parts that a prediction
-names: terms, the phases of a step in which they are alive, and the footprint of one GPU.
+"""Constants of the formula, each with its source, and the parts of a prediction of memory: terms,
+the phases of a step in which they are alive, and the footprint of one GPU.
 
 Frozen in a commit before the measurements that judge them (docs/results/predict).
 """
@@ -21,22 +21,22 @@ from highwater.units import GIB, MIB
 GENERATION = "generation of completions"
 """Name of the phase in which the policy itself generates, in a step without a rollout engine."""
 LOSS = "loss"
-"""Name of the phase in which logits are: another trainer has others there."""
+"""Name of the phase that holds the logits; its other terms differ between trainers."""
 HOST_ACTIVATIONS = "activations of layers"
-"""Name of the host's term of what layers keep there for their backward pass."""
+"""Name of the host's term for activations that layers keep there until their backward pass."""
 WORKSPACES = "workspaces of cuBLAS"
-"""Name of the term that every phase on a GPU has: what a library keeps in the allocator."""
+"""Name of a term of every phase on a GPU: memory that cuBLAS keeps in the allocator."""
 
 
 class Term(Record, frozen=True):
-    """One part of the memory, by its name."""
+    """One named part of the memory, in bytes."""
 
     name: str
     bytes: int
 
 
 class Phase(Record, frozen=True):
-    """One moment of a step, and what is alive in it."""
+    """One phase of a step: a point in time, and the terms alive at it."""
 
     name: str
     terms: tuple[Term, ...]
@@ -48,28 +48,28 @@ class Phase(Record, frozen=True):
 
 
 class RolloutMemory(Record, frozen=True, kw_only=True):
-    """On paper: memory of one GPU of a rollout engine, and of a training's beside it."""
+    """Memory of a rollout engine on one GPU, and of the training beside it; never measured."""
 
     awake: tuple[Term, ...]
-    """What it takes of the GPU while it generates."""
+    """Memory of the engine while it generates."""
     resting: tuple[Term, ...]
-    """What a training keeps on the same GPU meanwhile; empty on GPUs of its own."""
+    """Memory of the training on the same GPU meanwhile; empty if the engine has its own GPUs."""
     asleep: tuple[Term, ...]
-    """What it keeps on a training's GPU while the step trains."""
+    """Memory of the engine on a training's GPU while the step trains."""
     engines: int
     sequences: int
-    """Sequences of the length in question that the caches of all engines hold at once."""
+    """Sequences of the predicted length that the KV caches of all engines hold at once."""
     lacks_bytes: int
-    """Bytes that a cache lacks for one sequence: without them it does not start."""
+    """Bytes that an engine's KV cache lacks for one sequence; above 0 the engine does not start."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of the GPU while it generates; they are never added to a step's."""
+        """Bytes in use on the GPU during generation; never added to those of the training step."""
         return sum(term.bytes for term in (*self.awake, *self.resting))
 
 
 class Footprint(Record, frozen=True, kw_only=True):
-    """Predicted memory of one GPU, and of the host over all of them."""
+    """Predicted memory of one GPU, and of the host for all its GPUs."""
 
     phases: tuple[Phase, ...]
     outside: tuple[Term, ...]
@@ -78,9 +78,9 @@ class Footprint(Record, frozen=True, kw_only=True):
     filled_share: float
     """Share of the allocator's memory that live tensors can fill."""
     cached_bytes: int = 0
-    """Bytes that the allocator keeps between uses, and gives back: reserved, but not needed."""
+    """Bytes that the allocator caches and gives back before it fails: reserved, not needed."""
     rollout: RolloutMemory | None = None
-    """The rollout engine, whose memory asleep is among ``outside``; None: there is none."""
+    """Memory of the rollout engine, whose ``asleep`` terms are also in ``outside``; None: none."""
 
     @property
     def peak(self) -> Phase:
@@ -94,12 +94,12 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that the allocator takes for the live tensors, and keeps."""
+        """Bytes that the allocator reserves at the peak: live tensors, gaps and cached blocks."""
         return round(self.allocated_bytes / self.filled_share) + self.cached_bytes
 
     @property
     def besides(self) -> tuple[Term, ...]:
-        """Terms of what is reserved besides the live tensors of the peak."""
+        """Terms of the memory reserved at the peak besides live tensors."""
         unfilled_bytes = self.reserved_bytes - self.cached_bytes - self.allocated_bytes
         return present(
             Term("what the allocator cannot fill", unfilled_bytes),
@@ -108,7 +108,7 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def used(self) -> tuple[Term, ...]:
-        """Terms of all that the driver reports at the peak: their sum is ``device_used_bytes``."""
+        """All terms that the driver reports at the peak: their sum is ``device_used_bytes``."""
         return (*self.peak.terms, *self.besides, *self.outside)
 
     @property
@@ -123,17 +123,17 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that a GPU has to have, to train and to generate: with less it runs out."""
+        """Bytes that a GPU has to have to train, and to generate on it: with less it runs out."""
         generating = self.rollout.bytes if self.rollout and self.rollout.resting else 0
         return max(self.device_used_bytes - self.cached_bytes, generating)
 
     @property
     def lacks_for_rollout_bytes(self) -> int:
-        """Bytes that a rollout engine lacks to hold one sequence; 0 without one."""
+        """Bytes that a rollout engine lacks to hold one sequence; 0 without an engine."""
         return 0 if self.rollout is None else self.rollout.lacks_bytes
 
     def with_libraries(self, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
-        """The footprint with what was measured outside the allocator, and of cuBLAS in it."""
+        """The footprint with measured terms ``outside`` the allocator, and cuBLAS's workspaces."""
 
         def measured(term: Term) -> Term:
             return Term(term.name, workspaces_bytes) if term.name == WORKSPACES else term
@@ -142,24 +142,24 @@ class Footprint(Record, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, phases=phases, outside=outside)
 
     def within(self, room_bytes: int) -> "Footprint":
-        """The footprint on a GPU with this much memory: nothing stays cached beyond it."""
+        """The footprint on a GPU with this much memory, which limits what stays cached."""
         return msgspec.structs.replace(
             self, cached_bytes=max(0, min(self.cached_bytes, room_bytes - self.needed_bytes))
         )
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the machine's memory has to have."""
+        """Bytes of all terms in host memory."""
         return sum(term.bytes for term in self.host)
 
     @property
     def host_needed_bytes(self) -> int:
-        """Bytes that the machine's memory has to have for activations to be in their share."""
+        """Bytes of memory that a host has to have: activations may fill ``HOST_SHARE`` of it."""
         activations = sum(term.bytes for term in self.host if term.name == HOST_ACTIVATIONS)
         return max(self.host_bytes, math.ceil(activations / HOST_SHARE))
 
     def fits_host(self, host_bytes: int | None) -> bool:
-        """Whether a machine with this memory holds them; None: it has no end."""
+        """True if a host with this memory suffices; None: unlimited."""
         return host_bytes is None or self.host_needed_bytes <= host_bytes
 
 
@@ -179,45 +179,45 @@ cuBLAS, cuDNN, Triton. Read on an H200 (torch 2.11.0, CUDA 13.0, cuDNN 9.19): ev
 docs/results/find, and part by part ``highwater doctor --measure``
 (docs/results/predict/constants-h200.json). Other GPUs are taken to have the same."""
 CONTEXT_OF_SEVERAL_BYTES: Mapping[Device, int] = {"cuda": 772 * MIB, "cpu": 0}
-"""Context of a process where there are several GPUs: FSDP2 then takes nothing that NCCL has not.
+"""Context of a process of several GPUs: FSDP2 then takes nothing besides NCCL's memory.
 The most of nine searches on two and four H200s, 767 to 771 MiB."""
 PAGE_TABLE_BYTES = 2 * MIB
 PAGE_TABLE_COVERS_BYTES = 512 * PAGE_TABLE_BYTES
 """A GPU maps a rank's pinned host memory in pages of 4 KiB, 8 bytes each, and takes memory for that
 in steps. Read off 39 trials with a reference or offload on 1, 2 and 4 H200s (docs/results/find): 2
-to 42 MiB outside the allocator that others lack."""
+to 42 MiB outside the allocator that other trials do not have."""
 CPU_PROCESS_BYTES = 412 * MIB
-"""Data segment of a rank on the CPU besides its tensors, Python with torch: what trials of ``make
-demo`` hold more than their terms (torch 2.13)."""
+"""Data segment of a rank on the CPU without its tensors: Python with torch. Read off trials of
+``make demo``: memory beyond their terms (torch 2.13)."""
 CUBLAS_WORKSPACES_BYTES = (32 * MIB, 32 * MIB)
-"""Workspaces in the allocator for as long as the process lives: one for the thread that runs
-forward, one for autograd's. 32 MiB on Hopper. Source: ATen/cuda/CublasHandlePool.cpp of PyTorch
-2.11; read by ``highwater doctor --measure``."""
+"""Workspaces of cuBLAS, in the allocator until the process ends: one for the forward thread, one
+for autograd's. 32 MiB on Hopper. Source: ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11; read by
+``highwater doctor --measure``."""
 
 NCCL_BYTES = {1: 0, 2: round(0.82 * GIB), 4: round(0.82 * GIB), 8: round(1.06 * GIB)}
 """Device memory of one communicator after its first collective, by number of GPUs. 2 and 4 read on
 H200s (NCCL 2.28.9) by ``highwater doctor --measure``; 8 from
 https://github.com/NVIDIA/nccl/issues/1685 (H100)."""
 NCCL_SECOND_GROUP_BYTES = 196 * MIB
-"""Device memory that a second communicator, of the fewer GPUs that share a sequence, adds before
-its first all-to-all: no other collective runs on it. Read off the searches on four H200s with SP 2
-(docs/results/find), 642 MiB with an all-to-all of 446."""
+"""Device memory of a second communicator, among the GPUs that share a sequence, before its first
+all-to-all, the only collective that runs on it. Read off the searches on four H200s with SP 2
+(docs/results/find), 642 MiB with an all-to-all of 446 MiB."""
 NCCL_ALL_TO_ALL_BYTES = {1: 0, 2: round(0.44 * GIB), 4: round(1.19 * GIB), 8: round(3.28 * GIB)}
-"""Memory that a communicator's first all-to-all adds, by number of GPUs. Same sources."""
+"""Device memory that a communicator's first all-to-all adds, by number of GPUs. Same sources."""
 
 FILLED_SHARE: Mapping[str, float] = {"expandable": 0.992, "native": 0.879}
-"""Share of the allocator's memory that live tensors fill before it runs out, by allocator, as dry
-runs take it. Fitted to docs/results/find: expandable, less than the fullest trials that fit had
-filled (0.988 to 0.999); native, about the least of what trials that fit had filled at their edges
-(0.859 to 0.974): there the order of allocations decides, which no formula knows."""
+"""Share of the allocator's memory that live tensors fill before it runs out, by allocator, for dry
+runs. Fitted to docs/results/find: expandable, less than the fullest trials that fit had filled
+(0.988 to 0.999); native, about the least that fitting trials had filled at their edges (0.859 to
+0.974): there the order of allocations decides, which no formula knows."""
 LIKELY_FILLED_SHARE: Mapping[str, float] = {"expandable": 0.998, "native": 0.94}
-"""The same share as it most likely is, for predictions by formula and where a search begins:
-between the most that a trial which fit had filled and the least that one which ran out would have;
-native, the middle of what was seen. What it promises is in its interval (calibration.py)."""
+"""The most likely value of the same share, for predictions by formula and the start of a search:
+between the most that a trial filled which fit and the least that one would fill which ran out;
+native, the middle of what was seen. How far it may be off is in the interval (calibration.py)."""
 
 
 class MachineConstants(Record, frozen=True, kw_only=True):
-    """Figures measured on a user's own GPUs, in the place of those above, by number of GPUs."""
+    """Constants measured on a user's own GPUs, which replace those above; dicts: by GPU count."""
 
     device_name: str
     versions: dict[str, str]
@@ -228,7 +228,7 @@ class MachineConstants(Record, frozen=True, kw_only=True):
 
 
 def machine_constants(read: Sequence[Constants]) -> MachineConstants:
-    """The constants that readings on one GPU, and on several, give."""
+    """The constants from readings: the first on one GPU, the others on several."""
     several = [each for each in read if each.gpus > 1]
     kept = {reading.name: reading.allocator_bytes for reading in read[0].readings}
     return MachineConstants(
@@ -242,7 +242,7 @@ def machine_constants(read: Sequence[Constants]) -> MachineConstants:
 
 
 def workspaces_bytes(own: MachineConstants | None) -> tuple[int, ...]:
-    """Bytes of each workspace that cuBLAS keeps in the allocator, by readings where there are."""
+    """Bytes of each workspace that cuBLAS keeps in the allocator; ``own``: the user's readings."""
     return CUBLAS_WORKSPACES_BYTES if own is None else own.cublas_workspaces_bytes
 
 
@@ -260,9 +260,9 @@ def outside_terms(
     *,
     pinned_activation_bytes: int = 0,
 ) -> tuple[Term, ...]:
-    """Device memory that the allocator does not hold, of one GPU. ``own`` are readings on a user's
-    GPUs, which take the place of ours; of a number of GPUs that nobody read they say what the next
-    larger one has. ``pinned_activation_bytes`` are in host memory for this GPU.
+    """Terms of one GPU's memory outside the allocator. ``own``: a user's readings, which replace
+    ours; for a number of GPUs without a reading, that of the next larger number is taken.
+    ``pinned_activation_bytes``: activations in host memory for this GPU.
     """
     if device == "cpu":
         return present(Term("context", context_bytes(device, gpus=layout.gpus)))
@@ -287,10 +287,10 @@ def outside_terms(
 def _nccl_terms(
     shape: ModelShape, layout: Layout, nccl: Mapping[int, int], all_to_all: Mapping[int, int]
 ) -> tuple[Term, ...]:
-    """One communicator for all GPUs, and one more for each smaller group: of those that share a
-    sequence, trade its heads, pass keys and values on, or share the states. A ring's transfers are
-    those of an all-to-all among as many, two at a time: no more. Of linear attention all that share
-    a sequence trade its tokens, too.
+    """Terms of NCCL: a communicator for all GPUs, and one for each smaller group, which shares a
+    sequence, trades its heads, passes keys and values on, or shares the states. A ring's transfers
+    take what an all-to-all among as many GPUs does, two at a time. With linear attention all GPUs
+    that share a sequence also trade its tokens.
     """
     groups = [layout.context_degree, layout.ulysses_degree, layout.ring_degree]
     if layout.ulysses_degree == 1 or layout.ring_degree == 1:
@@ -311,7 +311,7 @@ def _nccl_terms(
 
 
 def nccl_bytes(gpus: int) -> int:
-    """Device memory of one communicator of so many GPUs, after its first collective."""
+    """Device memory of one communicator of ``gpus`` GPUs, after its first collective."""
     return _next_larger(NCCL_BYTES, gpus)
 
 

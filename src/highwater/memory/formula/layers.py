@@ -1,7 +1,7 @@
-"""Layers: one decoder layer in a step of our engine: its sizes, what it keeps for its backward
-pass, and what it takes while it goes backward, as traces have it at their peaks.
+"""Layers: one decoder layer in a step of our engine: its sizes, the bytes that it keeps for its
+backward pass, and those that it takes during it, as read off the peaks of traces.
 
-Attention over grouped heads, and a gated MLP or experts that are one.
+A layer has attention over grouped heads, and a gated MLP or gated experts.
 
 In the functions:  T tokens of a GPU's micro-batch  E hidden size  F intermediate size  K experts a
 token goes to  V vocabulary  U ``ulysses_degree``
@@ -44,20 +44,22 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS, Device
 
 HEAD_NORMS = ("olmo2", "olmo3", "qwen3", "qwen3_moe")
-"""Model types whose layers norm queries and keys, and keep them as they were before."""
+"""Model types whose layers norm queries and keys, and keep both as they were before the norm."""
 FUSED_HEADS = ("gpt_neox", "phi3")
-"""Model types with one product for queries, keys and values, which is kept whole beside queries and
-keys as they are rotated; what attention returns is copied for its output. Source: traces."""
+"""Model types with one product for queries, keys and values, which is kept whole beside the rotated
+queries and keys; the attention's output is copied for its projection. Source: traces."""
 OUTPUT_NORMS = ("olmo2", "olmo3")
-"""Model types whose layers norm what attention and MLP return, not what they are given: that is the
+"""Model types whose layers norm the outputs of attention and MLP, not their inputs: those are the
 residual stream itself. They rotate queries and keys in float32, by operators of PyTorch's."""
 NUMBER_BYTES = 4
-"""A number of statistics: of rows and heads that are normed, of attention, of routers."""
+"""Bytes of a float32 number of statistics: of normed rows and heads, of attention, of routers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step, as the GPU with the most trained tokens sees it: of several one without a prompt."""
+    """One step, on the GPU with the most trained tokens: of GPUs that share a sequence, one whose
+    part has no prompt.
+    """
 
     shape: ModelShape
     settings: Settings
@@ -66,11 +68,11 @@ class Step:
     """Tokens of one sequence."""
     device: Device = "cuda"
     prompt_tokens: int = PROMPT_TOKENS
-    """Tokens of a sequence, up to half of it, that are not trained."""
+    """Tokens of a sequence that are not trained; at most half of the sequence counts."""
 
     @property
     def documents(self) -> int:
-        """Sequences in a micro-batch, which the GPUs of a group share."""
+        """Number of sequences in a micro-batch, which the GPUs of one group share."""
         degree = self.layout.context_degree
         return max(1, self.settings.sequences(self.length_tokens, context_degree=degree))
 
@@ -80,27 +82,25 @@ class Step:
         return -(-self.documents * self.length_tokens // self.layout.context_degree)
 
     @property
-    def trained(self) -> int:
-        """Trained ones of these: of a ring none but the first rank has tokens of a prompt."""
+    def trained_tokens(self) -> int:
+        """Trained tokens among ``tokens``: in a ring, only the first rank has a prompt's."""
         layout = self.layout
         whole = self.documents // layout.context_degree if layout.ring_degree == 1 else 0
         return self.tokens - min(self.prompt_tokens, self.length_tokens // 2) * whole
 
     @property
-    def element(self) -> int:
-        """Bytes of a number."""
+    def element_bytes(self) -> int:
+        """Bytes of a number in the device's dtype for training."""
         return ELEMENT_BYTES[self.device]
 
     @property
-    def table(self) -> int:
-        """Parameters of the embedding, or of the head: V x E."""
+    def table_size(self) -> int:
+        """Parameters of the embedding alone, or of the head alone: V x E."""
         return self.shape.vocab_size * self.shape.hidden_size
 
     @property
-    def beside_tokens(self) -> int:
-        """Parameters of what is embedded beside the tokens: learned positions; every layer's own
-        embeddings, with their projection.
-        """
+    def other_tables(self) -> int:
+        """Parameters of other embeddings: learned positions; the layers' own with projection."""
         shape = self.shape
         learned = learned_positions(shape.model_type, shape.native_length_tokens)
         own = sum(each.rows * each.row_size for each in shape.layer_tables)
@@ -108,22 +108,22 @@ class Step:
 
     @property
     def gathers(self) -> bool:
-        """Whether frozen parameters are gathered: not where each GPU has all of them."""
+        """True if the model's own parameters are gathered: not if frozen and whole on each GPU."""
         is_alone = self.layout.shard_degree == 1 and not self.settings.offloads_model
         return self.settings.lora is None or not is_alone
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the model's own parameters have no gradient."""
+        """True if only adapters are trained, and the model's own parameters have no gradient."""
         return self.settings.lora is not None
 
     def gathered(self, kind: LayerKind) -> int:
-        """Parameters of a layer that are gathered for it, as many from each GPU."""
+        """Parameters that are gathered for a layer, padded to equal shards."""
         own = kind.parameters + self.uneven(kind) if self.gathers else 0
         return own + self.adapter_parameters(kind)
 
     def uneven(self, kind: LayerKind) -> int:
-        """Numbers gathered and reduced beside a layer's, where FSDP2 fills up uneven rows."""
+        """Numbers of padding that FSDP2 gathers and reduces with a layer whose rows are uneven."""
         if self.settings.strategy != "fsdp2":
             return 0
         return kind.beyond_even(self.layout.shard_degree)
@@ -139,7 +139,7 @@ class Step:
 
     @property
     def outer_adapter_parameters(self) -> int:
-        """Parameters of the adapters outside of the layers."""
+        """Parameters of the adapters outside the layers."""
         adapters = self.settings.adapters
         return 0 if adapters is None else outer_adapter_parameters(self.shape, adapters)
 
@@ -167,8 +167,8 @@ class Layer:
 
     @property
     def attended_key(self) -> int:
-        """Numbers of all key heads per token as attended: repeated where U exceeds the heads, which
-        it never does those of a delta rule.
+        """Numbers of all key heads per token as the attention takes them: repeated if U exceeds the
+        heads, which it never does with a delta rule.
         """
         attention = self.kind.attention
         if attention.delta is not None:
@@ -177,19 +177,19 @@ class Layer:
 
     @property
     def before_norm(self) -> int:
-        """Numbers of queries and keys kept as they were before their norm or rotation."""
+        """Numbers per token of queries and keys kept from before their norm or rotation."""
         is_kept = self.step.shape.model_type in (*HEAD_NORMS, *FUSED_HEADS)
         return self.query + self.key if is_kept else 0
 
     @property
     def has_output_norms(self) -> bool:
-        """Whether the outputs of attention and MLP are normed, not their inputs."""
+        """True if the outputs of attention and MLP are normed, not their inputs."""
         return self.step.shape.model_type in OUTPUT_NORMS
 
     @property
     def has_tiles(self) -> bool:
-        """The MLP goes in tiles, or in one, and keeps nothing but its input."""
-        settings, learned = self.step.settings, self._learned
+        """True if the MLP is computed in tiles, or as one tile, and keeps only its input."""
+        settings, learned = self.step.settings, self._family
         return (
             self.kind.mlp.plain_width > 0
             and (settings.recompute != "none" or settings.mlp_tiles is not None)
@@ -198,16 +198,16 @@ class Layer:
 
     @property
     def tile(self) -> int:
-        """Numbers of one product of a tile."""
+        """Numbers in one product of a tile of the MLP."""
         step = self.step
         whole, tiles = step.tokens * self.kind.mlp.plain_width, step.settings.mlp_tiles
         if tiles is not None:
             return -(-whole // tiles)
-        return min(whole, TILE_BYTES[step.device] // step.element)
+        return min(whole, TILE_BYTES[step.device] // step.element_bytes)
 
     @property
     def expert_tokens(self) -> int:
-        """Tokens that experts take at a time; all of them where experts do not go in tiles."""
+        """Tokens that experts compute at a time; all tokens of the GPU if without tiles."""
         step, tiles = self.step, self.step.settings.mlp_tiles
         can = self.kind.mlp.experts > 1 and step.shape.model_type in TILED_EXPERTS
         is_free = step.settings.recompute != "none" or self.adapted_expert_parameters > 0
@@ -217,7 +217,7 @@ class Layer:
 
     @property
     def adapted_expert_parameters(self) -> int:
-        """Parameters of adapters on experts."""
+        """Parameters of the adapters on this layer's experts."""
         lora, family = self.step.settings.adapters, self.step.shape.model_type
         if lora is None or self.kind.mlp.experts == 1:
             return 0
@@ -226,15 +226,15 @@ class Layer:
 
     @property
     def has_expert_tiles(self) -> bool:
-        """Experts go in several tiles, or in one with adapters, and keep what they are given."""
+        """True if experts go in several tiles, or in one with adapters, and keep their input."""
         return self.expert_tokens < self.step.tokens or self.adapted_expert_parameters > 0
 
     @property
     def learned(self) -> LayerMoments | None:
-        """Moments learned from such a layer; None for a family whose layers are as here."""
-        if self._learned is None:
+        """Moments learned from such a layer; None for a family with closed-form terms."""
+        if self._family is None:
             return None
-        found = self._learned.layer(
+        found = self._family.layer(
             *(self.step.shape.model_type, self.kind),
             is_recomputed=self.step.settings.recompute != "none",
             is_divided=self.step.layout.ulysses_degree > 1,
@@ -245,16 +245,16 @@ class Layer:
 
     @property
     def is_unlike(self) -> bool:
-        """Layers of its family differ within a model, and hand keys and embeddings to others."""
+        """True if layers of the family differ within a model, and share keys and embeddings."""
         return family_row(self.step.shape.model_type).has_unlike_layers
 
     @property
-    def _learned(self) -> FamilyMoments | None:
+    def _family(self) -> FamilyMoments | None:
         return families().get(self.step.shape.model_type)
 
     def learned_bytes(self, *moments: MomentBytes) -> int:
-        """Bytes of the moment that takes the most. They were learned of GPUs: elsewhere numbers are
-        as much wider, in doubt those too that are wide there, scores aside.
+        """Bytes of the largest of ``moments``. They were learned for a GPU's dtype: on the CPU all
+        numbers but scores count as wider, even those in float32 already.
         """
         step, tile = self.step, self.tile if self.has_tiles else None
         tokens, is_gpu = step.tokens, step.device == "cuda"
@@ -276,7 +276,7 @@ class Layer:
             sizes = {name: size for name, size in sizes.items() if name not in WEIGHTS}
 
         def taken(moment: MomentBytes) -> int:
-            numbers = bytes_of(moment, sizes) * step.element // ELEMENT_BYTES["cuda"]
+            numbers = bytes_of(moment, sizes) * step.element_bytes // ELEMENT_BYTES["cuda"]
             of_sums = bytes_of_sums(moment, self.kind, tokens=tokens) if is_gpu else 0
             return numbers + bytes_of(moment, of_scores) + of_sums
 
@@ -284,44 +284,43 @@ class Layer:
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of a gated MLP; of experts all of them."""
+        """Parameters of the gated MLP, or of all its experts."""
         mlp = self.kind.mlp
         return 3 * mlp.experts * self.kind.hidden_size * mlp.width
 
     @property
     def unpacked_bytes(self) -> int:
-        """Bytes of a weight of the MLP that is made whole for a product; 0 where all are."""
+        """Bytes of one MLP weight, unpacked from nf4 for a product; 0 if weights are not packed."""
         step, mlp = self.step, self.kind.mlp
         is_packed = step.settings.lora_base == "nf4"
-        return step.element * self.kind.hidden_size * mlp.width if is_packed else 0
+        return step.element_bytes * self.kind.hidden_size * mlp.width if is_packed else 0
 
     @property
     def trained_mlp_parameters(self) -> int:
-        """Parameters with a gradient after the MLP; in doubt the attention's adapters too."""
+        """Parameters that have a gradient after the MLP; with LoRA all adapters of the layer."""
         step = self.step
         return step.trained_of(self.kind) if step.is_frozen else self.mlp_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """A layer while it goes backward, and its neighbours, which share the GPU with it."""
+    """A layer during its backward pass, and its neighbours, which take memory at the same time."""
 
     kind: LayerKind
     gathered_ahead: LayerKind | None
-    """The layer before it, which goes backward next; None of the first one."""
+    """Kind of the layer before, which goes backward next; None for the first layer."""
     reduced: LayerKind | None
-    """The layer behind it, whose gradients are on their way to the shards; None of the last one."""
+    """Kind of the layer behind, whose gradients are being reduced; None for the last layer."""
     kept_layers: int
-    """Layers whose activations are still there, from the first one to itself."""
+    """Number of layers whose activations are still alive, from the first up to this one."""
     parameters_behind: int
-    """Parameters of all layers behind it, which went backward before."""
+    """Parameters of all layers behind this one, whose backward pass is done."""
 
 
 @cache
 def backwards(runs: tuple[LayerRun, ...]) -> tuple[Backward, ...]:
-    """Layers going backward, the last one at the end: of each run those at its ends. Between them
-    each layer keeps as much more, and has as much less behind it, as the one before: the most of
-    both together is at an end.
+    """The layers that may have the backward pass's peak, from first to last: of each run of equal
+    layers those at its ends. Between them memory changes evenly, so that an end has the most.
     """
     found: list[Backward] = []
     before: LayerKind | None = None
@@ -329,7 +328,7 @@ def backwards(runs: tuple[LayerRun, ...]) -> tuple[Backward, ...]:
     left = sum(run.count * run.kind.parameters for run in runs)
     for run, behind in zip(runs, (*runs[1:], None), strict=True):
         last = run.count - 1
-        # The first and the last have other neighbours than those between.
+        # The first and the last layer have other neighbours than the layers between.
         for layer in sorted({0, min(1, last), max(0, last - 1), last}):
             backward = Backward(
                 kind=run.kind,
@@ -345,40 +344,38 @@ def backwards(runs: tuple[LayerRun, ...]) -> tuple[Backward, ...]:
 
 
 SCALED_BRANCHES = ("granite", "granite_swa")
-"""Model types whose layers multiply what attention and MLP return by a number, whatever it is:
-going backward, the gradient so multiplied is one more of T x E."""
+"""Model types whose layers scale the outputs of attention and MLP by a constant: in the backward
+pass, the scaled gradient is one more tensor of T x E."""
 _ROUTED_BYTES = 3 * 8 + 4 + 2
-"""Per token and expert that it goes to: which one, its place among the sorted and whose row is
-there, in 8 bytes each; its weight, in float32 and sorted."""
+"""Bytes per token and expert it goes to: the expert, the token's place in the sorted order and the
+token at that place, 8 bytes each; the expert's weight, in float32 and sorted in bfloat16."""
 _ROUTED_TILE_BYTES = 8 + 2 + 2
-"""The same where experts go in tiles: which one, its weight, and going backward the gradient of
-that."""
+"""The same with experts in tiles: the expert, its weight, and the weight's gradient."""
 _SORTED_BYTES = 3 * 8 + 2
-"""Per token of a tile and expert: which copy and token, and its place, in 8 bytes each; its
-weight."""
+"""Bytes per token of a tile and expert: copy, token, place, 8 bytes each; the expert's weight."""
 _MOMENTS = ((0, 6, 1), (1, 3, 2), (2, 1, 3))
-"""Moments of an MLP in one piece going backward, as what is alive at once: so many of T x E and of
-T x F, and gradients of so many of its three weights.
+"""Moments of an untiled MLP's backward pass, as numbers of tensors alive at once: of T x E, of
+T x F, and of gradients of its three weights.
 
-The products that are kept for it (gate, up, their activation and the product) and the gradients of
-activation, product and up; that of gate, while up's is done; that of gate alone. Source: the order
-in which autograd comes to them, in traces.
+First the products kept for it (gate, up, their activation and the product) and the gradients of
+activation, product and up; then that of gate, when up's is done; then that of gate alone. Source:
+the order of autograd in traces.
 """
 _MOMENTS_OF_EXPERT_TILES = ((1, 4, 0), (1, 3, 1), (2, 1, 0), (0, 0, 2))
-"""Moments of a tile of experts going backward, of a tile's tokens, beside the sums of all weights'
-gradients in float32: gradients of what experts gave, gate and up, the product's gradient and a copy
-of it; of these and the product one weight's share; two gradients of a token's copies, and one of
-gate; after the last tile, two weights' gradients rounded. Source: engine/models/fused/experts.py.
-"""
+"""Moments of the backward pass of a tile of experts, for the tile's tokens, besides the sums of all
+weights' gradients in float32: the gradient of the experts' output, gate and up, the product's
+gradient and a copy of it; of these and the product four, with one weight's share; two gradients of
+the tokens' copies, and one of gate; after the last tile, two weights' gradients rounded. Source:
+engine/models/fused/experts.py."""
 _MOMENTS_OF_EXPERTS = ((5, 4, 0), (2, 5, 1), (1, 6, 1), (2, 2, 3))
-"""Moments of experts going backward, in the same way, of T K x E and T K x F. All that is kept, of
-T K x E a token's copies and what the experts gave, and three gradients of that; all but what they
-gave, the gradients of it, of the product and of the down weights; three gradients of T K x F as
-above; those of the copies, and of gate and up, which are one weight."""
+"""Moments of untiled experts in the same way, in T K x E and T K x F: everything kept (of T K x E
+the tokens' copies and the experts' output) and three gradients of the output; all but the output,
+with the gradients of it, of the product and of the down weights; three gradients of T K x F as
+above; the gradients of the copies, and of gate and up, which are one weight."""
 
 
 def kept_bytes_before(step: Step) -> tuple[int, ...]:
-    """Bytes per token that the first layers keep until the backward pass, by how many they are."""
+    """Bytes per token that the first n layers keep until the backward pass; item n, from 0."""
     runs = step.shape.runs
     of_kind = {kind: kept_bytes(step.layer(kind)) for kind in {run.kind for run in runs}}
     layers = (of_kind[run.kind] for run in runs for _ in range(run.count))
@@ -386,20 +383,20 @@ def kept_bytes_before(step: Step) -> tuple[int, ...]:
 
 
 def handed_bytes(step: Step, layers: int) -> int:
-    """Bytes per token that layers hand to each other, on the GPU while the last of the first
-    ``layers`` goes backward: all layers' own embeddings, with what the norm of their projection
-    keeps, and the gradients of those behind; keys and values that later layers read, until their
-    own layer is recomputed, and their gradients from the last layer that reads them on. Source:
-    engine/models/fused/earlier_keys.py, traces.
+    """Bytes per token of tensors that layers hand to each other, alive while layer number
+    ``layers``, from 1, goes backward: all layers' own embeddings, with the tensors that the norm of
+    their projection keeps, and the gradients of those behind; keys and values for later layers,
+    until the layer that made them is recomputed, and their gradients from their last reader on.
+    Source: engine/models/fused/earlier_keys.py, traces.
     """
-    element, every, found = step.element, step.shape.layers, 0
+    element, every, found = step.element_bytes, step.shape.layers, 0
     for table in step.shape.layer_tables[1:]:
         behind = table.rows * (every - layers) // every
         of_norm = element * table.rows + NUMBER_BYTES * every
         has_gradient = not step.is_frozen or step.outer_adapter_parameters > 0
         found = element * table.rows
         found += element * behind + of_norm if has_gradient else 0
-        # what is projected is the first layer's input, which stays here whatever goes to the host
+        # the projection's input, which is the first layer's, stays on the GPU in any plan
         if step.settings.activation_plan(every).layers_on_host and has_gradient:
             found += element * step.shape.hidden_size
     is_unlike = family_row(step.shape.model_type).has_unlike_layers
@@ -411,8 +408,8 @@ def handed_bytes(step: Step, layers: int) -> int:
 
 @cache
 def _earlier_keys(runs: tuple[LayerRun, ...]) -> tuple[tuple[int, int, int], ...]:
-    """Of each kind of layers some of which read earlier keys: the layer whose keys they are, the
-    last layer that reads them, from 0, and their numbers per token, with values.
+    """For each kind of layers that read earlier layers' keys: the layer whose keys these are, the
+    last layer that reads them (both from 0), and the numbers per token of keys and values.
     """
     kinds = [run.kind.attention for run in runs for _ in range(run.count)]
     own, readers = dict[int | None, int](), dict[int | None, int]()
@@ -422,7 +419,7 @@ def _earlier_keys(runs: tuple[LayerRun, ...]) -> tuple[tuple[int, int, int], ...
 
 
 def host_activation_bytes(step: Step) -> int:
-    """Bytes of one GPU's activations in host memory, where there is a GPU."""
+    """Bytes of one GPU's activations in host memory; 0 on the CPU."""
     plan = step.settings.activation_plan(step.shape.layers)
     if step.device == "cpu" or not plan.layers_on_host:
         return 0
@@ -430,11 +427,11 @@ def host_activation_bytes(step: Step) -> int:
 
 
 def kept_bytes(layer: Layer) -> int:
-    """Bytes per token that a layer keeps until the backward pass: its input (E), and what its
-    attention returns if that is kept; without recompute all that its backward pass reads. Source:
+    """Bytes per token that a layer keeps until the backward pass: its input (E), and the output of
+    its attention if that is kept; without recompute all that its backward pass reads. Source:
     engine/activations/recompute.py.
     """
-    settings, element = layer.step.settings, layer.step.element
+    settings, element = layer.step.settings, layer.step.element_bytes
     hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
     if settings.recompute != "none":
         return kept_by_recompute(layer.kind, layer.step.shape, settings, element=element)
@@ -449,22 +446,22 @@ def kept_bytes(layer: Layer) -> int:
 
 
 def working_set_bytes(layer: Layer) -> int:
-    """Bytes that a layer takes going backward, besides what it keeps: the most of its attention
-    after its MLP's gradients, its MLP, and its weights on their way from the host.
+    """Bytes that a layer takes in its backward pass, besides those it keeps: the most of its MLP,
+    its attention with the MLP's gradients, and its weights on their way from the host.
     """
-    # What a layer keeps besides its input is part of what its backward pass reads.
-    kept = kept_bytes(layer) - layer.step.element * layer.kind.hidden_size
+    # Tensors that a layer keeps besides its input are part of those its backward pass reads.
+    kept = kept_bytes(layer) - layer.step.element_bytes * layer.kind.hidden_size
     if layer.learned is not None:
         return _learned_working_set(layer, layer.learned, kept)
     return max(_attention_working_set(layer, kept), _mlp_working_set(layer, kept))
 
 
 def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
-    """Bytes of a learned layer at the moment that takes the most, with what sharing a sequence
-    adds: a copy of what is attended, unless heads are fused, and what a ring passes on.
+    """Bytes of a learned layer at its largest moment, with those that sharing a sequence adds: a
+    copy of the attention's input, unless heads are fused, and the tensors that a ring passes on.
     """
     step = layer.step
-    # learned beside what such a layer keeps, but for the output of its attention
+    # moments are learned besides a kept input; an attention's kept output is in them
     there = 0 if step.settings.recompute == "none" else step.tokens * kept
     most = layer.learned_bytes(*learned.moments) - there
     is_copied = step.shape.model_type not in FUSED_HEADS and not learned.is_divided
@@ -472,7 +469,7 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
     if layer.is_unlike:  # its own keys are traded once; those of earlier layers by each reader
         copied = 2 * layer.attended_key if layer.kind.attention.reads_earlier_keys else 0
     if step.layout.ulysses_degree > 1:
-        most += step.tokens * step.element * copied
+        most += step.tokens * step.element_bytes * copied
     if step.layout.ring_degree > 1:
         of_attention = layer.learned_bytes(*_attention_moments(learned)) - there
         is_delta = layer.kind.attention.delta is not None
@@ -482,8 +479,8 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
 
 
 def _attention_moments(learned: LayerMoments) -> tuple[MomentBytes, ...]:
-    """Moments that are not of the MLP, beside which there are the fewest of attention's queries;
-    all of them where nothing tells which.
+    """Moments in the attention: those with more queries than the fewest of any moment, which are in
+    the MLP; all moments if their queries are equal.
     """
     fewest = min(moment.get("T*Q", 0) for moment in learned.moments)
     found = tuple(each for each in learned.moments if each.get("T*Q", 0) > fewest)
@@ -491,10 +488,10 @@ def _attention_moments(learned: LayerMoments) -> tuple[MomentBytes, ...]:
 
 
 def _attention_working_set(layer: Layer, kept: int) -> int:
-    """Bytes of the attention going backward; ``kept`` of them per token are there already."""
+    """Bytes of the attention's backward pass; ``kept``: bytes per token alive before."""
     step, hidden = layer.step, layer.kind.hidden_size
     of_output = 0 if step.is_frozen else hidden * layer.query
-    gradients = step.element * (layer.trained_mlp_parameters + of_output)
+    gradients = step.element_bytes * (layer.trained_mlp_parameters + of_output)
     attention = step.tokens * max(0, _attention_bytes(layer) - kept) + gradients
     if layer.has_output_norms and step.settings.recompute != "none":
         attention = max(attention, step.tokens * _rotation_bytes(layer))
@@ -502,25 +499,24 @@ def _attention_working_set(layer: Layer, kept: int) -> int:
 
 
 def _mlp_working_set(layer: Layer, kept: int) -> int:
-    """Bytes of the MLP going backward; ``kept`` of them per token are there already."""
+    """Bytes of the MLP's backward pass; ``kept``: bytes per token alive before."""
     step, hidden = layer.step, layer.kind.hidden_size
-    # Beside the MLP: what the attention keeps, and the gradient of what the layer returns.
-    beside = _attention_kept(layer) + _routing(layer) + step.element * hidden - kept
+    # Besides the MLP: the tensors that the attention keeps, and the layer's output gradient.
+    beside = _attention_kept(layer) + _routing(layer) + step.element_bytes * hidden - kept
     if not layer.has_tiles and not layer.has_expert_tiles:
         return max(_mlp_moments(layer, beside))
-    tile = _expert_tile_bytes(layer) if layer.has_expert_tiles else 3 * step.element * layer.tile
-    # The gradients of what the MLP is given and, where that is scaled, of what it returns; a tile's
-    # products, of a plain MLP three; the gradients of the weights, which are summed in float32, and
-    # one of the weights that are packed.
-    beside += step.element * hidden * (2 if step.shape.model_type in SCALED_BRANCHES else 1)
+    tile = (
+        _expert_tile_bytes(layer) if layer.has_expert_tiles else 3 * step.element_bytes * layer.tile
+    )
+    # The gradient of the MLP's input and, if scaled, of its output; a tile's products, three in a
+    # plain MLP; the gradients of the weights, which are summed in float32; one unpacked weight.
+    beside += step.element_bytes * hidden * (2 if step.shape.model_type in SCALED_BRANCHES else 1)
     weights = NUMBER_BYTES * layer.trained_mlp_parameters + layer.unpacked_bytes
     return step.tokens * max(0, beside) + tile + weights
 
 
 def _expert_tile_bytes(layer: Layer) -> int:
-    """Bytes of a tile of experts going backward, and of what is there of its weights' gradients
-    beside their sums.
-    """
+    """Bytes of a tile of experts going backward, with its weights' gradients but not their sums."""
     hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
     parameters = 0 if layer.step.is_frozen else layer.mlp_parameters
     copies = layer.expert_tokens * mlp.experts_per_token
@@ -528,14 +524,13 @@ def _expert_tile_bytes(layer: Layer) -> int:
         copies * (of_hidden * hidden + of_width * mlp.width) + count * parameters // 3
         for of_hidden, of_width, count in _MOMENTS_OF_EXPERT_TILES
     )
-    return layer.step.element * most + _SORTED_BYTES * copies
+    return layer.step.element_bytes * most + _SORTED_BYTES * copies
 
 
 def _fetching_bytes(layer: Layer) -> int:
-    """Bytes besides the gathered layer, where one GPU alone fetches its weights from the host: the
-    gradient of what the layer returns; of the weight before the last a copy in bfloat16, the last
-    one in both dtypes, and its place. Experts have two weights (gate and up, down), other MLPs
-    three.
+    """Bytes besides the gathered layer, if a single GPU fetches its weights from the host: the
+    layer's output gradient; a bfloat16 copy of the last weight but one; the last one in both
+    dtypes, and its place. Experts have two weights (gate and up, down), other MLPs three.
     """
     step = layer.step
     is_fetched = step.settings.offloads_model and step.settings.strategy == "fsdp2"
@@ -544,38 +539,40 @@ def _fetching_bytes(layer: Layer) -> int:
     weight = layer.mlp_parameters // 3
     before = 2 * weight if layer.kind.mlp.experts > 1 else weight
     in_bfloat16 = step.tokens * layer.kind.hidden_size + before
-    return step.element * in_bfloat16 + NUMBER_BYTES * weight
+    return step.element_bytes * in_bfloat16 + NUMBER_BYTES * weight
 
 
 def _mlp_moments(layer: Layer, beside: int) -> tuple[int, ...]:
-    """Bytes of an untiled MLP going backward, at each moment; ``beside``: other bytes per token."""
+    """Bytes of an untiled MLP's backward pass, by moment; ``beside``: other bytes per token."""
     step, hidden, mlp = layer.step, layer.kind.hidden_size, layer.kind.mlp
     moments = _MOMENTS_OF_EXPERTS if mlp.experts > 1 else _MOMENTS
     per_token = (
         mlp.experts_per_token * (of_hidden * hidden + of_width * mlp.width)
         for of_hidden, of_width, _ in moments
     )
-    weights = (step.element * count * layer.trained_mlp_parameters // 3 for _, _, count in moments)
-    # what is packed is whole for a product of T x E, and not while gates go backward
+    weights = (
+        step.element_bytes * count * layer.trained_mlp_parameters // 3 for _, _, count in moments
+    )
+    # a packed weight is unpacked for a product of T x E, and not while gates go backward
     whole = (layer.unpacked_bytes if of_hidden else 0 for of_hidden, _, _ in moments)
     return tuple(
-        step.tokens * max(0, beside + step.element * numbers) + size + unpacked
+        step.tokens * max(0, beside + step.element_bytes * numbers) + size + unpacked
         for numbers, size, unpacked in zip(per_token, weights, whole, strict=True)
     )
 
 
 def _attention_bytes(layer: Layer) -> int:
-    """Bytes per token while the attention goes backward, with what its kernel takes for itself.
+    """Bytes per token of the attention's backward pass, with its kernel's own buffers.
 
-    The input, where it is normed, and the residual's gradient; q and k before their norm, where
-    they have one; q, k, v as the attention takes them; its output and its gradient; the gradients
-    of q, k, v; inside cuDNN's kernel q's gradient in float32, and, where query heads share them,
-    k's and v's for every query head; and three float32 numbers a head. FlexAttention, which sparse
-    attention is on a GPU, takes nothing for itself. Source: docs/results/layer: the tensors of
+    The input, if it is normed, and the residual's gradient; q and k before their norm, if there is
+    one; q, k, v as the attention takes them; its output and its gradient; the gradients of q, k, v;
+    inside cuDNN's kernel q's gradient in float32 and, if query heads share keys, k's and v's
+    gradients for every query head; and three float32 numbers per head. FlexAttention, which sparse
+    attention is on a GPU, has no such buffers. Source: docs/results/layer: the tensors of
     three models within 2 %, the kernel's part from Qwen3-0.6B on an H200; docs/results/attention.
     """
     step = layer.step
-    query, attended, element = layer.query, layer.attended_key, step.element
+    query, attended, element = layer.query, layer.attended_key, step.element_bytes
     stream = layer.kind.hidden_size * (1 if layer.has_output_norms else 2)
     tensors = element * (stream + layer.before_norm + 2 * (query + 2 * attended) + 2 * query)
     of_heads = 3 * NUMBER_BYTES * layer.kind.attention.query_heads
@@ -590,15 +587,15 @@ def _attention_bytes(layer: Layer) -> int:
 
 
 def _grouped_bytes(layer: Layer) -> int:
-    """Bytes per token while the attention goes backward in head groups: the input and the
-    residual's gradient; what attention returned; the groups' gradients of q, k and v. Beside them
-    one group has the gradient of what attention returned, q and k before their rotation and after,
-    v, and what the kernel takes; in the end there are q's gradients side by side, or the input's
-    gradient. Of Ulysses there is a copy of what attention returned, and of a group's v and both
-    gradients. Source: engine/models/fused/head_groups.py, traces.
+    """Bytes per token of the attention's backward pass in head groups: the input and the residual's
+    gradient; the attention's output; the groups' gradients of q, k and v. Besides, one group has
+    its output gradient, q and k before and after their rotation, v, and the kernel's buffers; in
+    the end q's gradients are joined, or the input's gradient is there. Ulysses adds a copy of the
+    attention's output, and of a group's v and both gradients. Source:
+    engine/models/fused/head_groups.py, traces.
     """
     step, hidden, attention = layer.step, layer.kind.hidden_size, layer.kind.attention
-    query, attended, element = layer.query, layer.attended_key, step.element
+    query, attended, element = layer.query, layer.attended_key, step.element_bytes
     heads, is_shared = query + 2 * attended, step.layout.ulysses_degree > 1
     tensors = 2 * query + layer.key + heads + (attended + 2 * query if is_shared else 0)
     for_every_head = 2 * element * query if attended != query else 0
@@ -609,9 +606,9 @@ def _grouped_bytes(layer: Layer) -> int:
 
 
 def _crossing_bytes(layer: Layer) -> int:
-    """Bytes that a ring takes besides in linear attention that shares heads, too, and has its peak
-    where it is recomputed: the layer's input once more, as a ring deals tokens out; of a group's
-    states what moves them. Where it has its peak going backward, it takes no more than that.
+    """Bytes that a ring adds to linear attention that also shares heads, with its peak in
+    recomputation: a second copy of the layer's input, in the ring's order of tokens, and what moves
+    a group's states. With the peak in the backward pass the ring takes no more than this.
     """
     step, attention = layer.step, layer.kind.attention
     degree = step.layout.ulysses_degree
@@ -619,36 +616,36 @@ def _crossing_bytes(layer: Layer) -> int:
         return 0
     chunks = min(step.tokens * degree, DELTA_GROUP_TOKENS) // DELTA_CHUNK_TOKENS
     moving = chunks * attention.query_heads // degree * attention.delta.key_head_dim**2
-    return step.element * step.tokens * layer.kind.hidden_size + NUMBER_BYTES * moving
+    return step.element_bytes * step.tokens * layer.kind.hidden_size + NUMBER_BYTES * moving
 
 
 def _ring_bytes(layer: Layer) -> int:
-    """Bytes per token that a ring takes besides going backward: the sum of q's gradients in
-    float32; keys and values that arrived, and of more than two ranks those that do; their gradients
-    in float32, in and out. The last rank's kernels read, and take, half for every query head.
+    """Bytes per token that a ring adds to the backward pass: the sum of q's gradients in float32;
+    keys and values that have arrived and, with more than two ranks, those that are arriving; their
+    gradients in float32, in and out. The last rank's kernels read and take half per query head.
     """
     keys = 2 * layer.attended_key
     arriving = 2 if layer.step.layout.ring_degree > 2 else 1
-    sums = NUMBER_BYTES * (layer.query + 2 * keys) + layer.step.element * arriving * keys
+    sums = NUMBER_BYTES * (layer.query + 2 * keys) + layer.step.element_bytes * arriving * keys
     half = keys // 2 + (layer.query if layer.attended_key != layer.query else 0)
-    return sums - layer.step.element * half
+    return sums - layer.step.element_bytes * half
 
 
 def _rotation_bytes(layer: Layer) -> int:
-    """Bytes per token while a layer that norms outputs is recomputed: the residual's gradient, q
-    and k before and after their norm, v, and three float32 numbers of q, or of k beside q's sum.
+    """Bytes per token while a layer with output norms is recomputed: the residual's gradient, q and
+    k before and after their norm, v, and three float32 copies of q, or of k with one of q.
     """
     query, key = layer.query, layer.key
     tensors = layer.kind.hidden_size + 2 * (query + key) + key
-    return layer.step.element * tensors + NUMBER_BYTES * max(3 * query, query + 3 * key)
+    return layer.step.element_bytes * tensors + NUMBER_BYTES * max(3 * query, query + 3 * key)
 
 
 def _attention_kept(layer: Layer) -> int:
     """Bytes per token that the attention keeps, with the residual stream after it and the MLP's
-    input: q, k, v as it takes them, its output and a copy of it, of Ulysses in this GPU's positions
-    and of fused heads in their order; numbers of each row and head.
+    input: q, k, v as it takes them, its output, a copy of it (with Ulysses in this GPU's positions,
+    with fused heads in their order), and float32 numbers of each row and head.
 
-    Where outputs are normed, these and the stream are three of T x E, too.
+    With output norms, the normed outputs and the stream are three of T x E as well.
     """
     query, attention = layer.query, layer.kind.attention
     is_copied = layer.step.layout.ulysses_degree > 1
@@ -660,11 +657,11 @@ def _attention_kept(layer: Layer) -> int:
         heads, normed_heads = query + copy, 0
     tensors = 3 * layer.kind.hidden_size + heads
     numbers = 2 + attention.query_heads + normed_heads
-    return layer.step.element * tensors + NUMBER_BYTES * numbers
+    return layer.step.element_bytes * tensors + NUMBER_BYTES * numbers
 
 
 def _routing(layer: Layer) -> int:
-    """Bytes per token that routers keep: of all experts, again for a loss, and of the chosen."""
+    """Bytes per token that routers keep: for all experts, again for a loss; for the chosen."""
     mlp = layer.kind.mlp
     if mlp.experts == 1:
         return 0

@@ -1,8 +1,8 @@
-"""Moments: what a layer of a family takes at each moment of its backward pass that may be a peak,
-where that is not what memory/formula/layers says.
+"""Moments (points in time, not AdamW's): the memory of a layer at each moment of its backward pass
+that may be a peak, for families without closed-form terms in memory/formula/layers.
 
-A moment is bytes for each product of sizes, learned from traces of small models
-(tools/learn_moments.py), whose events are the same whatever the sizes are.
+A moment is a sum of products of sizes, each times a number of bytes, learned from traces of small
+models (tools/learn_moments.py), whose events are the same for all sizes.
 """
 
 from collections.abc import Mapping
@@ -23,27 +23,27 @@ from highwater.nouns.layout import (
 
 FILE = Path(__file__).with_name("moments.json")
 MomentBytes = Mapping[str, int]
-"""Bytes for each product of sizes, by its name in ``products``."""
+"""One moment: bytes for each product of sizes, by its name in ``products``."""
 
 
 class LayerMoments(Record, frozen=True, kw_only=True):
     """Memory of the layers of one kind."""
 
     kept: MomentBytes
-    """Kept until the backward pass."""
+    """Memory that a layer keeps until its backward pass."""
     moments: tuple[MomentBytes, ...]
-    """Alive besides while a layer goes backward, its weights and the head's gradient aside."""
+    """Further memory in a layer's backward pass, without its weights and the head's gradient."""
     is_divided: bool = False
-    """Learned of ranks that share a sequence by Ulysses."""
+    """True if the moments were learned on ranks that share a sequence by Ulysses."""
 
 
 class FamilyMoments(Record, frozen=True, kw_only=True):
     """Memory of the layers of a family."""
 
     has_tiles: bool
-    """MLPs that every token goes through go in tiles where layers are recomputed."""
+    """True if MLPs that every token goes through are computed in tiles if layers are recomputed."""
     layers: Mapping[str, LayerMoments]
-    """By ``kind_name``."""
+    """Moments of each kind of layers, by ``kind_name``."""
 
     def layer(
         self,
@@ -54,10 +54,10 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
         is_divided: bool = False,
         is_frozen: bool = False,
     ) -> LayerMoments | None:
-        """What layers of a kind take, ``is_divided`` if ranks share a sequence by Ulysses,
-        ``is_frozen`` if adapters are trained alone. Where those were not learned, what others take
-        that differ in this, in a window, or in an MLP beside their experts; None where there are no
-        such either. Of layers that differ within a model (``form_name``) each has its own.
+        """Moments of a kind of layers. ``is_divided``: ranks share a sequence by Ulysses;
+        ``is_frozen``: only adapters are trained. If none were learned, those of layers that differ
+        in these, in a window, or in a shared MLP beside the experts; None without such layers. If
+        layers differ within a model (``form_name``), each form has its own.
         """
         is_windowed, mlp = kind.attention.window_tokens is not None, mlp_name(family, kind.mlp)
         name = partial(
@@ -80,7 +80,7 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
 
 @cache
 def families() -> Mapping[str, FamilyMoments]:
-    """Families that were learned, by model type."""
+    """Moments of all families that were learned, by model type."""
     return from_json(FILE.read_bytes(), dict[str, FamilyMoments])
 
 
@@ -88,8 +88,8 @@ DENSE, SHARED = "dense", "shared"
 
 
 def mlp_name(family: str, mlp: MlpKind) -> str:
-    """What the MLPs of a layer are called among others of its family: ``dense`` in the place of
-    experts, ``shared`` beside them; nothing of experts alone, and where a family has none.
+    """Name of a layer's MLPs within its family: ``dense`` in place of experts, ``shared`` beside
+    experts; empty for experts alone, and in families without experts.
     """
     usual = family_row(family).experts
     if usual is not None and usual.switch is None and not mlp.is_routed:
@@ -108,9 +108,7 @@ def kind_name(
     mlp: str = "",
     form: str = "",
 ) -> str:
-    """Name of a kind of layers, recomputed or kept whole; ``mlp`` is their ``mlp_name``, ``form``
-    their ``form_name``.
-    """
+    """Name of a kind of layers; ``mlp``: their ``mlp_name``, ``form``: their ``form_name``."""
     attends = "delta" if is_delta else "window" if is_windowed else "full"
     attention = f"{'capped ' if is_capped else ''}{attends}"
     layer = f"{attention} {mlp}".rstrip() + form
@@ -119,7 +117,7 @@ def kind_name(
 
 
 def form_name(family: str, kind: LayerKind) -> str:
-    """What a layer differs in from others of its family, where they differ within a model."""
+    """Name of a layer's form in families whose layers differ within a model; else empty."""
     attention = kind.attention
     if not family_row(family).has_unlike_layers:
         return ""
@@ -132,25 +130,24 @@ def form_name(family: str, kind: LayerKind) -> str:
 
 
 def bytes_of(moment: MomentBytes, products: Mapping[str, int]) -> int:
-    """Bytes of a moment for these products of sizes, and of what it has of no others."""
+    """Bytes of a moment's terms in these products of sizes; its other terms are left out."""
     return sum(count * products[name] for name, count in moment.items() if name in products)
 
 
 WEIGHTS = ("E*Q", "E*K", "E*F", "E*S", "E*P", "X*E*F")
-"""Products that are of weights: their gradients, which a frozen model has none of."""
+"""Products of the sizes of weights: their gradients, which a frozen model does not have."""
 
 
 def products(
     kind: LayerKind, *, tokens: int, attended_key: int, tile: int | None, degree: int = 1
 ) -> Mapping[str, int]:
     """Products of the sizes of a layer, in numbers: T ``tokens``, E hidden size, Q and K numbers of
-    query and key heads, G those of query heads where they share keys, H and h heads, D head size, F
-    width; k experts of a token, X experts, S width of the MLP beside them; P of an embedding of the
-    layer's own.
+    query and key heads, G those of query heads if they share keys, H and h query and key heads, D
+    head size, F width; k experts per token, X experts, S width of the shared MLP; P size of the
+    layer's own embedding.
 
-    ``attended_key``: K as the attention takes them; J as they are projected. ``tile``: numbers of
-    one product of the MLP that every token goes through, where it goes in tiles. ``degree``: ranks
-    among which the heads are divided.
+    ``attended_key``: K as the attention takes it; J as projected. ``tile``: numbers in one product
+    of the MLP that every token goes through, if tiled. ``degree``: ranks that divide the heads.
     """
     attention, mlp, hidden = kind.attention, kind.mlp, kind.hidden_size
     query = attention.query_size
@@ -187,10 +184,9 @@ def products(
 
 
 def _group_products(attention: AttentionKind, tokens: int, degree: int) -> dict[str, int]:
-    """Products of what a gated delta rule takes for a group of tokens, in numbers of one rank: g
-    tokens of a group, P numbers of a token's keys, one for each value head, s those of a state, N
-    groups, n chunks of one; nothing of other attention. ``tokens``: of the row, whose heads the
-    ranks divide.
+    """Products of sizes in a gated delta rule for a group of tokens, in numbers of one rank: g
+    tokens of a group, P numbers of a token's keys, one for each value head, s numbers of a state, N
+    groups, n chunks of a group; empty for other attention. ``tokens``: of the row of all ranks.
     """
     if attention.delta is None:
         return {}
@@ -209,8 +205,8 @@ def _group_products(attention: AttentionKind, tokens: int, degree: int) -> dict[
 
 
 def columns(kind: LayerKind) -> Mapping[str, int]:
-    """Columns of what a layer sums over its tokens, biases' gradients above all, by the name of
-    what such a sum takes for itself (nouns/events.py); it comes and goes by itself.
+    """Columns of the tensors that a layer sums over its tokens, mostly biases' gradients, by the
+    name of the sum's own buffers (nouns/events.py), which live only during the sum.
     """
     sizes = {
         "E": kind.hidden_size,
@@ -223,7 +219,7 @@ def columns(kind: LayerKind) -> Mapping[str, int]:
 
 
 def bytes_of_sums(moment: MomentBytes, kind: LayerKind, *, tokens: int) -> int:
-    """Bytes that the sums of a moment take for themselves."""
+    """Bytes of the own buffers of a moment's sums."""
     return sum(
         column_sums(tokens, size, resident_threads=RESIDENT_THREADS).partial_bytes
         for name, size in columns(kind).items()
@@ -234,9 +230,9 @@ def bytes_of_sums(moment: MomentBytes, kind: LayerKind, *, tokens: int) -> int:
 def score_products(
     attention: AttentionKind, *, documents: int, length_tokens: int, attended_key: int, degree: int
 ) -> Mapping[str, int]:
-    """Products of what attention without a fused kernel, of capped scores or wide heads, takes at a
-    time, in numbers, whatever numbers are elsewhere: r rows of queries and l keys of every
-    document; nothing of other attention. ``degree``: ranks among which the heads are divided.
+    """Products of sizes in attention without a fused kernel (capped scores or wide heads), in
+    numbers that are as wide on any device: r rows of queries and l keys of every document at a
+    time; empty for other attention. ``degree``: ranks that divide the heads.
     """
     is_wide = attention.head_dim > WIDEST_FUSED_HEAD
     if attention.soft_cap is None and not is_wide:

@@ -1,13 +1,13 @@
-"""vLLM beside a training, by its own rule: what it takes of a GPU while it generates and while the
-step trains, two bars that are never added up, and how many sequences it holds at once.
+"""vLLM beside a training, by its own rule: its memory on a GPU while it generates and while the
+step trains, which are never added up, and how many sequences it holds at once.
 
 - Its share is of the whole GPU; context, NCCL and cuBLAS are there before it measures, and come on
-  top. The KV cache has what weights, profile run, CUDA graphs and libraries leave of the share.
+  top. The KV cache gets the share less weights, profile run, CUDA graphs and libraries.
 - The profile run computes ``max_num_batched_tokens`` at once, and samples one token of each of
   ``max_num_seqs`` sequences: the larger counts.
-- A sequence takes whole blocks. vLLM does not start without room for one of the length.
-- Asleep it keeps context, NCCL, CUDA graphs and libraries. Training meanwhile keeps parameters and
-  moments; gradients are gone.
+- A sequence takes whole blocks. vLLM does not start without blocks for one sequence of the length.
+- Asleep, vLLM keeps context, NCCL, CUDA graphs and libraries. While it generates, the training
+  keeps parameters and moments, but no gradients.
 
 Sources, of vLLM 0.33.0: ``request_memory`` in vllm/v1/worker/utils.py, ``init_device`` and
 ``determine_available_memory`` in v1/worker/gpu_worker.py, ``_dummy_sampler_run`` in
@@ -50,26 +50,26 @@ from highwater.units import GIB
 
 ON_PAPER = "On paper, by vLLM 0.33.0's own rule; never measured here."
 _ELEMENT = 2
-"""Bytes of a number of vLLM's model and cache, in bfloat16."""
+"""Bytes of a number in vLLM's model and KV cache: bfloat16."""
 _STANDALONE_SHARE = 0.92
 SHARES = tuple(twentieths / 20 for twentieths in range(7, 20))
 """Shares of a GPU that are tried for vLLM."""
 BLOCK_TOKENS = 16
 _SAMPLED_BYTES = _ELEMENT + 4 * NUMBER_BYTES
-"""Bytes of a logit while a token is sampled: as it comes; in float32, as log-probability, as
-probability, and the noise that chooses."""
+"""Bytes per logit while a token is sampled: in bfloat16 as computed, and in float32 the logit, its
+log-probability, its probability and the noise that chooses."""
 GRAPHS_BYTES = round(0.58 * GIB)
 """vLLM's estimate of CUDA graphs on one of eight GPUs (wtdcode/vllm-backport#34)."""
 LIBRARIES_BYTES = round(0.16 * GIB)
-"""Read on an H100 (vllm-project/vllm#12126)."""
+"""Memory of vLLM's libraries, read on an H100 (vllm-project/vllm#12126)."""
 
 
 def rollout_of(
     asked: RolloutRequest, question: Question, traits: RolloutTraits, *, rollout_gpus: int
 ) -> Rollout:
-    """The rollout beside a question's training, on its GPUs or ``rollout_gpus``.
+    """The rollout beside a question's training, on the same GPUs, or on ``rollout_gpus`` above 0.
 
-    Raises UsageError for what vLLM, or the trainer, does not take, and what is not predicted.
+    Raises UsageError for settings that vLLM or the trainer refuses, or that are not predicted.
     """
     usual: dict[str, Any] = {
         "gpu_memory_utilization": _STANDALONE_SHARE if rollout_gpus else traits.utilization,
@@ -117,8 +117,8 @@ def rollout_of(
 def with_rollout(
     training: Footprint, step: Step, rollout: Rollout, *, total_bytes: int
 ) -> Footprint:
-    """A training's footprint with vLLM asleep in it, and beside it what vLLM takes of a GPU of
-    ``total_bytes`` when it generates.
+    """A training's footprint with the memory of sleeping vLLM, and, in ``rollout``, that of vLLM
+    when it generates, on a GPU of ``total_bytes``.
     """
     phases = tuple(each for each in training.phases if each.name != GENERATION)
     found = _generating(training, step, rollout, total_bytes)
@@ -185,7 +185,7 @@ def _generating(
 
 
 def token_bytes(step: Step, degree: int) -> int:
-    """Bytes of a GPU for keys and values of one token in all layers; a GPU has a head at least."""
+    """Bytes per token of one GPU's KV cache, for all layers; each GPU has at least one head."""
     kinds = ((run.count, run.kind.attention) for run in step.shape.runs)
     return sum(
         2 * count * max(1, each.kv_heads // degree) * each.head_dim * _ELEMENT
@@ -194,7 +194,7 @@ def token_bytes(step: Step, degree: int) -> int:
 
 
 def _width(kind: LayerKind, degree: int) -> int:
-    """Numbers per token that a layer computes with: the residual stream, what the MLP is given, and
+    """Numbers per token in the computation of a layer: the residual stream, the MLP's input, and
     the GPU's part of gate, up and their product.
     """
     mlp = kind.mlp

@@ -1,12 +1,12 @@
-"""Calibration: how far trials were from their predictions, and so the next one's interval.
+"""Calibration: how far trials were from their predictions, and from that the next interval.
 
-Split conformal prediction: of n residuals and one more that could as well have been any of them,
-the one more is at most the k-th smallest in k of n + 1 cases, whatever their distribution. Source:
+Split conformal prediction: given n residuals and a new one exchangeable with them, the new one is
+at most the k-th smallest in k of n + 1 cases, whatever their distribution. Source:
 Lei, G'Sell, Rinaldo, Tibshirani, Wasserman 2018, https://arxiv.org/abs/1604.04173, section 2.2.
 
-A trial that is watched from outside reports no bytes of its allocator, but the longest that fit
-needs what it was given at the most, and the shortest that ran out more. The formula is taken to be
-as far off at both, so that how far lies between two numbers: such a residual is an edge.
+A trial that is watched from outside reports no bytes of its allocator, but the longest trial that
+fit needs at most the memory it was given, and the shortest that ran out more. The formula's error
+is assumed equal at both, which bounds it from both sides: such a residual is an edge.
 """
 
 import math
@@ -34,29 +34,29 @@ COVERAGE = 0.95
 """Share of trials that each end of an interval is to cover: those whose memory is not above the
 upper end, and those whose memory is not below the lower one."""
 LEAST_WIDENING = 0.005
-"""Share of the prediction that an end is moved beyond the extreme residual, at least, where there
-are too few residuals for the coverage. Chosen, not measured, before any interval was judged: a
-handful of trials that agree to the byte know nothing of other machines."""
+"""Least share of the prediction by which an end is moved beyond the extreme residual if there are
+too few residuals for the coverage. Chosen, not measured, before any interval was judged: a handful
+of trials that agree to the byte say nothing about other machines."""
 
 
 class Factors(Record, frozen=True, kw_only=True):
-    """The ends of an interval, as shares of what is predicted."""
+    """The ends of an interval, as multiples of the predicted bytes."""
 
     allocator: Allocator
     coverage: float
-    """Share of trials that each end is to cover; both together 2 x coverage - 1 at least."""
+    """Share of trials that each end is to cover; both together cover at least 2 x coverage - 1."""
     lower: float
-    """The lower end, 1 at most: a prediction is in its own interval."""
+    """The lower end, at most 1: a prediction is in its own interval."""
     upper: float
-    """The upper end, 1 at least."""
+    """The upper end, at least 1."""
     residuals: int
     """Number of residuals that the ends were learned from."""
     is_widened: bool
-    """Whether residuals are too few for the coverage: the ends lie beyond them by assumption."""
+    """True if residuals are too few for the coverage, so that an assumption moves the ends out."""
 
 
 class Interval(Record, frozen=True, kw_only=True):
-    """Predicted: where the memory of one GPU lies, as its driver would report it."""
+    """Predicted interval of the memory of one GPU, as its driver would report it."""
 
     low_bytes: int
     high_bytes: int
@@ -64,28 +64,28 @@ class Interval(Record, frozen=True, kw_only=True):
     """Share of trials that each end is to cover."""
     residuals: int
     is_widened: bool
-    """Whether there are too few residuals for the coverage: see ``Factors``."""
+    """True if there are too few residuals for the coverage: see ``Factors``."""
 
 
 class Calibration(Record, frozen=True, kw_only=True):
-    """The trials that a prediction's intervals were learned from, and what none of them had."""
+    """The trials that a prediction's intervals were learned from, and traits that none had."""
 
     coverage: float
     factors: tuple[Factors, ...]
     """Ends of the intervals, one entry for each allocator asked about."""
     own_trials: int
-    """Number of the residuals that are of the user's own studies."""
+    """Number of residuals from the user's own studies."""
     edges: int = 0
-    """Number of the residuals that are edges: each says between which two numbers one lies."""
+    """Number of residuals that are edges: known only between two bounds."""
     device_names: tuple[str, ...]
     model_names: tuple[str, ...]
     gpus: tuple[int, ...]
     objectives: tuple[str, ...]
     unlike: tuple[str, ...]
-    """Words for what is predicted and no trial had: there the coverage is a hope."""
+    """Words for traits of the question that no trial had: for these the coverage is not shown."""
 
     def of(self, allocator: Allocator) -> Factors | None:
-        """The factors of an allocator; None: nobody asked about it."""
+        """The factors for an allocator; None if no cell of the question has it."""
         return next((factors for factors in self.factors if factors.allocator == allocator), None)
 
 
@@ -96,8 +96,8 @@ def calibrate(
     bundled: Sequence[Residual],
     own: Sequence[Residual] = (),
 ) -> Calibration:
-    """The intervals of a question's predictions; each trial counts once, however often named. An
-    allocator that no trial had is taken as the others, and among ``unlike``.
+    """Learn the intervals of a question's predictions; each trial counts once, however often named.
+    For an allocator that no trial had all trials count, and it is listed in ``unlike``.
     """
     known: dict[object, Residual] = {}
     for each in (*bundled, *own):
@@ -134,17 +134,17 @@ def factors_of(
     *,
     least: Sequence[float] = (),
 ) -> Factors | None:
-    """The ends that the residuals, measured over predicted, allow; None where there are none.
+    """The ends that follow from residuals, each measured over predicted; None without residuals.
 
     The upper end is the k-th smallest, k = ceil((n + 1) x coverage), the lower end the k-th
-    largest. Where k is above n, n residuals cannot say: the extremes are moved outward as far as
-    tails that fall off exponentially would need, and ``LEAST_WIDENING`` at least.
+    largest. If k is above n, n residuals are too few: the extremes are moved outward as far as
+    tails that fall off exponentially would need, and by at least ``LEAST_WIDENING``.
 
-    Of residuals that are known between two numbers, ``residuals`` are the greater ones, of which
-    the upper end is learned, and ``least`` the smaller ones, of which the lower end is: whatever
-    lies between, each end covers no less.
+    For residuals that are known only between two bounds, ``residuals`` are the upper bounds, from
+    which the upper end is learned, and ``least`` the lower bounds, from which the lower end is: so
+    each end covers no less, whatever the true values.
     """
-    # below that the lower end would be above the upper one
+    # below 0.5 the lower end would be above the upper one
     assert 0.5 <= coverage < 1  # noqa: S101
     if not residuals:
         return None
@@ -174,7 +174,7 @@ def least_residuals(coverage: float) -> int:
 
 
 def interval(predicted_bytes: int, factors: Factors) -> Interval:
-    """The interval around a prediction, outward to whole bytes."""
+    """The interval around a prediction, rounded outward to whole bytes."""
     return Interval(
         low_bytes=math.floor(predicted_bytes * Fraction(factors.lower)),
         high_bytes=math.ceil(predicted_bytes * Fraction(factors.upper)),
@@ -190,7 +190,7 @@ def most_predicted_bytes(room_bytes: int, factors: Factors) -> int:
 
 
 def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...]:
-    """Words for what is predicted and none of these trials had: GPU, model, traits of the cells."""
+    """Words for the question's GPU, model and traits of its cells that no residual's trial had."""
     fields = Residual.__struct_fields__
     known = {(field, getattr(residual, field)) for residual in residuals for field in fields}
     known |= {("kind", kind_name(residual.device_name)) for residual in residuals}
@@ -208,7 +208,7 @@ def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...
 
 
 def edge_residuals(study: Study, formula: Formula) -> tuple[Residual, ...]:
-    """Residuals of a study's bracketed cells; UsageError without an edge."""
+    """Residuals of a study's bracketed cells, an edge each. Raises UsageError without an edge."""
     edges = (_edge(study, cell) for cell in study.question.cells)
     told = (_residual(study.question, *edge, formula) for edge in edges if edge is not None)
     found = tuple(each for each in told if each is not None)
@@ -219,7 +219,7 @@ def edge_residuals(study: Study, formula: Formula) -> tuple[Residual, ...]:
 
 
 def _edge(study: Study, cell: Cell) -> tuple[RecordedTrial, RecordedTrial] | None:
-    """A cell's shortest trial that ran out, and the longest below it that fit; else None."""
+    """A cell's longest trial that fit below the shortest that ran out, and that one; else None."""
     trials = sorted(study.trials_of(cell), key=lambda trial: trial.spec.length_tokens)
     ran_out = next((each for each in trials if _ended(each, Outcome.OUT_OF_MEMORY)), None)
     if ran_out is None:
@@ -240,7 +240,7 @@ def _ended(trial: RecordedTrial, outcome: Outcome) -> bool:
 def _residual(
     question: Question, fit: RecordedTrial, ran_out: RecordedTrial, formula: Formula
 ) -> Residual | None:
-    """The residual of one edge, between least and most; None where its GPUs' memory is unknown."""
+    """The residual of one edge, with both bounds; None if the memory of its GPUs is unknown."""
     there, beyond = (formula(step_of(question.model.shape, each.spec)) for each in (fit, ran_out))
     most_bytes = _given_bytes(question, fit, there)
     given_bytes = _given_bytes(question, ran_out, beyond)
@@ -258,8 +258,8 @@ def _residual(
 
 
 def _given_bytes(question: Question, trial: RecordedTrial, there: Footprint) -> int | None:
-    """The most that a trial was given of a GPU: all of it, or what its allocator might hold and
-    what is predicted outside, which no bound holds back. None where nobody recorded it.
+    """Upper bound of the GPU memory that a trial could use, in bytes: the whole card, or the
+    allocator's limit plus the memory predicted outside the allocator. None if not recorded.
     """
     total_bytes = question.device_total_bytes
     if total_bytes is None:
@@ -270,5 +270,5 @@ def _given_bytes(question: Question, trial: RecordedTrial, there: Footprint) -> 
     caps = [budget.allocator_cap_bytes for budget in budgets if budget is not None]
     if not caps:
         return min(total_bytes, usable_bytes)
-    # The bound is a share of the card, and PyTorch takes it of what is left of that for programs.
+    # The limit is a share of the card, which PyTorch applies to the part usable by programs.
     return min(caps) * min(total_bytes, usable_bytes) // total_bytes + there.outside_bytes

@@ -1,4 +1,4 @@
-"""Residuals: what recorded trials used of a GPU, over what had been predicted of them."""
+"""Residuals: the GPU memory that recorded trials used, over the memory predicted for them."""
 
 import shlex
 from collections.abc import Sequence
@@ -38,22 +38,23 @@ from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.version import __version__
 
 PredictionMethod = Literal["formula", "trace"]
-"""Closed form, or the engine's own steps on fake tensors, replayed in a simulated allocator."""
+"""The closed form, or the engine's steps on fake tensors, replayed in a simulated allocator."""
 
 MOST_TRACED = 8
-"""Trials of a study that are traced: both sides of four edges, each as long as a prediction."""
+"""Most trials of a study that are traced, which takes long: both sides of four edges."""
 
 
 class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """What one trial used of its fullest GPU, what was predicted, and what the two may depend on: a
-    field here and a row of ``traits_of``. A later field has the default of all trials before it.
+    """Memory that a trial used of its fullest GPU, its prediction, and traits that both may depend
+    on: a field and a row of ``traits_of`` each. A later field defaults to what earlier trials had.
     """
 
     method: PredictionMethod
     trial: str
     """Digest of the trial's specification."""
     measured_bytes: int
-    """Most that the driver reported of a GPU; if it ran out unexpectedly, all that it was given."""
+    """Most bytes that the driver reported of a GPU; of a trial that ran out though predicted to
+    fit, the bytes that it was given."""
     predicted_bytes: int
     device_name: str
     model_name: str
@@ -75,30 +76,30 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     parameters: Parameters = "float32"
     loss: Loss = "full"
     at_least_bytes: int | None = None
-    """Of a trial that was watched from outside the least that it needs, by its edge
-    (memory/interval/calibration.py): ``measured_bytes`` is then the most. None: both are one."""
+    """Lower bound of a trial watched from outside, by its edge (memory/interval/calibration.py);
+    ``measured_bytes`` is then the upper bound. None: ``measured_bytes`` is exact."""
 
     @property
     def factor(self) -> float:
-        """Measured over predicted; of an edge at the most."""
+        """Measured over predicted; the upper bound for an edge."""
         return self.measured_bytes / self.predicted_bytes
 
     @property
     def least_factor(self) -> float:
-        """Measured over predicted; of an edge at the least."""
+        """Measured over predicted; the lower bound for an edge."""
         if self.at_least_bytes is None:
             return self.factor
         return self.at_least_bytes / self.predicted_bytes
 
 
 class Trait(NamedTuple):
-    """One thing that a residual may depend on, as one cell has it."""
+    """One trait of a cell that residuals may depend on."""
 
     field: str
     """Name of the field of ``Residual``."""
     value: object
     words: str
-    """Words for a prediction whose recorded trials never had this value."""
+    """Words for the trait in ``Calibration.unlike``."""
 
 
 def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
@@ -125,7 +126,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
 
 
 def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Words of ``unlike``, which no recorded trial of ``cells`` had, about this ``cell``."""
+    """The words of ``unlike`` that are about ``cell``, or about no cell of ``cells``."""
     words = [
         {each.words for each in traits_of(one.settings, one.layout) if each.value is not False}
         for one in (cell, *cells)
@@ -135,7 +136,7 @@ def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tup
 
 
 def bundled_residuals() -> tuple[Residual, ...]:
-    """Residuals that come along: ``residuals.json``, made by docs/results/predict/residuals.py."""
+    """Residuals in the package: ``residuals.json``, made by docs/results/predict/residuals.py."""
     text = (files("highwater.memory.interval") / "residuals.json").read_bytes()
     return from_json(text, tuple[Residual, ...])
 
@@ -147,8 +148,9 @@ def study_residuals(
     trainer: TrainerName = OURS,
     formula: Formula = likely_footprint,
 ) -> tuple[Residual, ...]:
-    """Residuals by a trainer's formula of every trial that tells, repeats once. ``own``: constants
-    measured there. Raises UsageError for a study of other trials, ModelError for an unknown family.
+    """Residuals, by a trainer's formula, of every trial that says how much memory it needs, each
+    trial once. ``own``: constants measured on the same GPUs. Raises UsageError for a study of other
+    trials, ModelError for an unknown family.
     """
     refuse_silent(study, trainer)
     shape = study.question.model.shape
@@ -174,8 +176,8 @@ def study_residuals(
 
 
 def worth_tracing(study: Study, question: Question) -> tuple[RecordedTrial, ...]:
-    """The trials that tell the most, at most ``MOST_TRACED``: of each cell of the question the
-    longest that fit, then the shortest that ran out, then the next of both. The same trial once.
+    """The most informative trials, at most ``MOST_TRACED``: for each cell of the question the
+    longest that fit, then the shortest that ran out, then the next of both. Each counts once.
     """
     columns: list[list[RecordedTrial]] = []
     for cell in question.cells:
@@ -199,8 +201,8 @@ def traced_residual(
     rank: int,
     own: MachineConstants | None = None,
 ) -> Residual | None:
-    """The residual of one trial by the trace of this rank of it, in the memory that the rank was
-    given; None for one that does not tell, as where the replay runs out.
+    """The residual of one trial, by the trace of its rank ``rank``, replayed in the memory that the
+    rank was given; None if the replay runs out, or the trial does not say what it needs.
     """
     budget = next((each.budget for each in result.ranks if each.rank == rank), None)
     capacity = None if budget is None else budget.allocator_cap_bytes
@@ -220,13 +222,13 @@ def traced_residual(
 
 
 def step_of(shape: ModelShape, spec: TrialSpec) -> Step:
-    """The step of a trial, as formulas are asked about it."""
+    """The step of a trial, which formulas take."""
     settings, layout, prompt = spec.settings, spec.layout, spec.prompt_tokens
     return Step(shape, settings, layout, spec.length_tokens, spec.device, prompt)
 
 
 def _of_its_gpus(own: MachineConstants | None, result: TrialResult) -> MachineConstants | None:
-    """The readings, where they are of GPUs like the one that the trial ran on."""
+    """``own`` if it was measured on the kind of GPU that the trial ran on, else None."""
     names = [rank.device_name for rank in result.ranks]
     return own if own is not None and own.device_name in names else None
 
@@ -240,9 +242,9 @@ def residual(
     cached_bytes: int = 0,
     device_name: str = "a GPU that told no name",
 ) -> Residual | None:
-    """The residual of one trial; None for one that does not tell how much memory it needs. One that
-    fits keeps ``cached_bytes`` besides, as far as it has them. One that ran out though predicted to
-    fit needs more than it was given, the least that the prediction was short by.
+    """The residual of one trial; None if the trial does not say how much memory it needs. A trial
+    that fits also keeps ``cached_bytes``, as far as the GPU has them. A trial that ran out though
+    predicted to fit needs more than it was given: the least error that the prediction has.
     """
     all_used = [rank.memory.device_used_bytes for rank in result.ranks]
     used = [size for size in all_used if size is not None]
@@ -266,7 +268,7 @@ def residual(
 
 
 def residual_of(spec: TrialSpec, **told: Any) -> Residual:
-    """The residual of a trial: what it may depend on by its specification, the rest as ``told``."""
+    """The residual of a trial, with traits by its specification; ``told``: the other fields."""
     traits: dict[str, Any] = {
         each.field: each.value for each in traits_of(spec.settings, spec.layout)
     }
@@ -284,8 +286,8 @@ def _given_bytes(rank: RankReport) -> int | None:
 
 
 def refuse_silent(study: Study, trainer: TrainerName = OURS) -> None:
-    """Raise UsageError for a study of other trials than predictions of a trainer are about,
-    ModelError for a family that nobody knows.
+    """Raise UsageError for a study whose trials are not of the kind that a trainer's predictions
+    are about, ModelError for a family that is not predicted.
     """
     question, foreign = study.question, study.question.foreign
     theirs = OURS if foreign is None else foreign.trainer
@@ -324,6 +326,8 @@ def tells_nothing(study: Study) -> UsageError:
 def unfit(
     study: Study, what: str, instead: str = "name a study that `highwater find` wrote on GPUs"
 ) -> UsageError:
-    """The error for a study that cannot teach; ``what``: why, in words about the file."""
+    """The error for a study that no interval can be learned from; ``what``: the reason, a predicate
+    of the file's name; ``instead``: the hint's alternative.
+    """
     hint = f"leave `--calibrate {shlex.quote(study.path or '')}` out, or {instead}"
     return UsageError(f"{study.path} {what}", hint=hint)

@@ -1,1 +1,1 @@
-"""Memory snapshots of PyTorch: read without PyTorch, and what was alive in them at the peak."""
+"""Memory snapshots of PyTorch, read without PyTorch, and the allocations alive at their peaks."""

@@ -1,11 +1,12 @@
-"""Attribution: what an allocation was for, by the stack that asked for it.
+"""Attribution: the category of an allocation, by the stack that requested it.
 
-Frames are asked from the innermost outwards, and the first that tells decides. Of this engine the
-rules are exact; of other programs they are PyTorch's own files, then names that libraries share.
-Where no frame tells, the phase does that the program named; else it is ``unattributed``.
+Frames are matched from the innermost outwards, and the first that matches a rule decides. For this
+engine the rules are exact; for other programs they are PyTorch's own files, then names that
+libraries share. If no frame matches, the phase named by the program decides; else the allocation is
+``unattributed``.
 
-A backward pass makes gradients and what it needs on the way by the same functions. What is still
-there after the pass is a parameter's gradient, the rest the ``backward_pass``.
+A backward pass allocates gradients and temporary tensors by the same functions. An allocation that
+outlives the pass is a parameter's gradient, any other is ``backward_pass``.
 """
 
 import re
@@ -32,7 +33,7 @@ Category = Literal[
     "unattributed",
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-"""The categories, from what stays longest to what nobody knows."""
+"""The categories, from the longest-lived to the unknown."""
 CATEGORY_WORDS: Mapping[Category, str] = {
     **{name: name.replace("_", " ") for name in CATEGORIES},
     "logits": "logits, loss",
@@ -45,17 +46,15 @@ class _Rule(NamedTuple):
     file: str
     """Regular expression that is searched in a frame's path."""
     name: str = ""
-    """Regular expression that is searched in its function's name."""
+    """Regular expression that is searched in the frame's function name."""
 
 
 _RULES_OF = from_json(
     (files("highwater.memory.snapshot") / "attribution.json").read_bytes(),
     dict[Literal["ours", "pytorch", "libraries"], tuple[_Rule, ...]],
 )
-"""This engine's files, also where they lay when older snapshots were recorded; PyTorch's own files
-and functions, without a file functions of C++; libraries that are trained with, and names that
-they share.
-"""
+"""Rules for this engine's files, also at older paths; for PyTorch's own files and functions
+(without a file: functions of C++); for libraries that train, and names that they share."""
 _RULES = tuple(chain.from_iterable(_RULES_OF.values()))
 _FILES, _NAMES = (
     tuple(re.compile(pattern) for pattern in patterns)
@@ -70,9 +69,9 @@ _BY_PHASE: Mapping[str, Category] = {
     _BACKWARD: "backward_pass",
     "optimizer": "optimizer_states",
 }
-"""Category of an allocation of which only the phase is known."""
+"""Category of an allocation whose stack matches no rule, by the first word of its phase."""
 _PHASE = "phase"
-"""The path of the frame that names the phase in a timeline (memory/trace/replay.py)."""
+"""Path of the frame that names the phase in a predicted timeline (memory/trace/replay.py)."""
 _NO_MODULE = "no module"
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
 _MODELING = re.compile(r"/modeling_\w+\.py$")
@@ -82,19 +81,19 @@ _PYTORCHS = re.compile(
     r"^torch/|/torch/(_\w+|autograd|cuda|distributed|nn|optim)[/.]|/torch/utils/checkpoint\.py$"
     r"|\.(cpp|cc|c|h|cu|cuh)$|^\?*$|^<"
 )
-"""Paths of PyTorch, installed or in a checkout, of C++ and of what has none."""
+"""Paths of PyTorch, installed or in a checkout, paths of C++ files, and missing paths."""
 _BETWEEN = re.compile(
     r"_call_impl$|_wrapped_call_impl$|^(_?fn|inner|wrapper|decorate_context|_fn)$"
     r"|unwind|CapturedTraceback|gather_with_cpp|_start$|__libc_start|PyEval_|PyObject_|PyFunction_"
     r"|PyRun_|Py_RunMain|_PyEval|PyVectorcall|method_vectorcall|clone$|CachingAllocator"
 )
-"""Functions in between that say nothing, as in PyTorch's viewer; the allocator's besides."""
+"""Functions that only pass a call on, as in PyTorch's viewer, and the allocator's own."""
 _OPERATOR = re.compile(r"^at::_ops::(?!(?:new_)?empty)(\w+)::")
-"""An operator of PyTorch's by its function of C++; what only allocates is none."""
+"""An operator of PyTorch, by its C++ function; operators that only allocate do not match."""
 
 
 class Attribution:
-    """Category and place of each allocation: each frame, path and stack is looked at once."""
+    """Category and place of each allocation; each frame, path and stack is matched once."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -111,7 +110,7 @@ class Attribution:
         self._is_optimizers = cache(self._is_an_optimizers)
 
     def category(self, allocation: Allocation) -> Category:
-        """Category of an allocation: by stack, else phase; of a backward pass by its end."""
+        """Category of an allocation: by stack, else phase; in a backward pass also by its end."""
         stack, phase = allocation.stack, allocation.phase.partition(" ")[0]
         found = self._of_stack(stack) or _BY_PHASE.get(phase, "unattributed")
         if found == "backward_pass" and self._outlives_its_pass(allocation):
@@ -119,8 +118,8 @@ class Attribution:
         return found
 
     def _place(self, stack: int) -> str:
-        """The innermost line that is not PyTorch's own, ``engine/models/loss.py:88 forward``; where
-        there is none PyTorch's operator, else its innermost function; empty without a stack.
+        """The innermost line of a stack that is not PyTorch's own, ``engine/models/loss.py:88
+        forward``; else PyTorch's operator, else the innermost function; empty without a stack.
         """
         indices = self._snapshot.stacks[stack]
         if not indices:
@@ -145,8 +144,8 @@ class Attribution:
         return next(filter(None, (self._rules.category(frames[index]) for index in indices)), None)
 
     def _is_head(self, stack: Sequence[int]) -> bool:
-        """Whether a linear layer was called by a model of transformers itself, not by one of its
-        parts: its output head. In such a stack the modelling file's ``forward`` stands once.
+        """True if a stack is of a model's output head, a linear layer that a transformers model
+        calls itself, not from a part: such a stack has the modelling file's ``forward`` once.
         """
         frames = self._snapshot.frames
         innermost = next((frames[i] for i in stack if frames[i].file.endswith(".py")), None)
@@ -155,7 +154,7 @@ class Attribution:
         return sum(map(self._is_part, stack)) == 1
 
     def _outlives_its_pass(self, allocation: Allocation) -> bool:
-        """Whether an allocation of a backward pass was there when something came after it."""
+        """True if an allocation of a backward pass was alive at the next event after the pass."""
         of_phase = self._told_phase(allocation.stack, allocation.phase).startswith(_BACKWARD)
         for later in (self._optimizers_events, self._events_of_other_phases if of_phase else ()):
             following = bisect_right(later, allocation.born)
@@ -170,11 +169,11 @@ class Attribution:
 
     @cached_property
     def _events_of_other_phases(self) -> Sequence[int]:
-        """Numbers of the events that were in a phase which is no backward pass."""
+        """Numbers of the events in phases that are no backward pass."""
         return [
             number
             for number, event in enumerate(self._snapshot.events)
-            # in a trace an end has the phase of its beginning
+            # in a trace, the end of an allocation has the phase of its beginning
             if (event.action == "alloc" or not is_traced(self._snapshot, event.stack))
             and (phase := self._told_phase(event.stack, event.phase))
             and not phase.startswith(_BACKWARD)
@@ -187,21 +186,21 @@ class Attribution:
         return any(frames[index].name == "zero_grad" for index in self._snapshot.stacks[stack])
 
     def _told_phase(self, stack: int, phase: str) -> str:
-        """The phase as the program named it, or as a trace has it in its stack."""
+        """The phase that the program named, or that a trace has in the stack; empty if none."""
         if not is_traced(self._snapshot, stack):
             return phase
         return self._snapshot.frames[self._snapshot.stacks[stack][-1]].name
 
 
 class LineRules:
-    """The rules, of which each pattern is searched once in each path and in each name."""
+    """The rules; each pattern is searched once in each path and each name."""
 
     def __init__(self) -> None:
         self._of_file = cache(self._rules_of_file)
         self._has_name = cache(lambda rule, name: _NAMES[rule].search(name) is not None)
 
     def category(self, frame: Frame) -> Category | None:
-        """Category of what a line allocates; None where the line does not tell."""
+        """Category of the allocations that a frame makes; None if no rule matches the frame."""
         rules = self._of_file(frame.file)
         found = next((rule for rule in rules if self._has_name(rule, frame.name)), None)
         return None if found is None else _RULES[found].category
@@ -212,19 +211,19 @@ class LineRules:
 
 
 def _in_packages(file: str) -> str:
-    """A path as its rules know it: of what is installed only that, and not where."""
+    """A path as the rules match it: of installed packages without the site-packages folder."""
     return _PACKAGES.sub("", file.replace("\\", "/"))
 
 
 def is_traced(snapshot: Snapshot, stack: int) -> bool:
-    """Whether a stack is that of a traced allocation: an operator in a module, and a phase."""
+    """True if a stack is of a traced allocation, whose frames are an operator and a phase."""
     frames = snapshot.stacks[stack]
     return bool(frames) and snapshot.frames[frames[-1]].file == _PHASE
 
 
 def shown(frame: Frame) -> str:
-    """A frame on one line: the last two parts of its path, its line, its function; of what was
-    traced the module, ``*`` for the number of a layer, and the operator.
+    """A frame on one line: the last two parts of its path, its line and its function. A traced
+    frame is its module, with ``*`` for layer numbers, and its operator.
     """
     if frame.file == _PHASE:
         return frame.name
@@ -236,14 +235,14 @@ def shown(frame: Frame) -> str:
 
 
 def _traced(made: Frame, phase: str) -> Category:
-    """Category of a traced allocation: its operator is the function, its module the file."""
+    """Category of a traced allocation, whose frame has its operator as function, module as file."""
     if "workspace" in made.name.lower():
         return "workspaces"
     if made.name == "resize_":  # FSDP, which gathers a layer's parameters into a storage
         return "communication"
     if phase == _BACKWARD and made.file != _NO_MODULE:  # a module runs again: recomputed
         return "activations"
-    if phase == "setup":  # gradients and the optimizer's moments a trace does not tell apart
+    if phase == "setup":  # a trace does not tell gradients and the optimizer's moments apart
         return "optimizer_states" if "zeros" in made.name else "parameters"
     if phase == "forward" and made.file == _NO_MODULE:  # the loss is no module
         return "logits"

@@ -1,8 +1,8 @@
-"""History: which allocations were alive at each event of a snapshot, and at the moment that counts:
-the peak, or when memory ran out.
+"""History: which allocations were alive at each event of a snapshot, and at its moment: the peak,
+or the point when memory ran out.
 
-A trace is the last events of a program (``max_entries``), and ends with the snapshot. What was
-there before it began is known only by what was freed later, or is in the segments at the end.
+A snapshot has the last events of a program (``max_entries``). An allocation from before the first
+of them is known only if it was freed later, or is in the segments at the end.
 """
 
 from bisect import bisect_left, insort
@@ -21,40 +21,40 @@ _MOST_ALIVE_BYTES = 1 << 53
 _GROWS = ("segment_alloc", "segment_map")
 _SHRINKS = ("segment_free", "segment_unmap")
 _MOST_UNDOING = 20_000_000
-"""Events of segments since the moment, times segments, that are undone to see the free blocks."""
+"""Most segment events since the moment, times segments, that are undone to find free blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A piece of memory from when it was asked for until it was given back."""
+    """A piece of memory, from its request until it was freed."""
 
     address: int
     size_bytes: int
     stack: int
     phase: str
     born: int
-    """Number of the event; -1: before the first that was kept."""
+    """Number of the event that allocated it; -1: before the first event."""
     died: int
-    """Number of the event; the number of events for what was alive in the end."""
+    """Number of the event that freed it; the number of all events if alive at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Every allocation of a snapshot, and the moment that counts."""
+    """Every allocation of a snapshot, and the memory at its moment (peak or out of memory)."""
 
     snapshot: Snapshot
     allocations: tuple[Allocation, ...]
     moment: Moment
     at: int
-    """Number of the event; -1 where there are none."""
+    """Number of the moment's event; -1: before the first event."""
     allocated_bytes: int
-    """Bytes that were asked for and not given back at the moment."""
+    """Bytes allocated and not yet freed at the moment."""
     reserved_bytes: int | None
-    """Bytes that the allocator had from the driver at the moment; None where nothing tells."""
+    """Bytes that the allocator had from the driver at the moment; None if not recorded."""
     requested_bytes: int | None
-    """Size of the request for which there was no room."""
+    """Size of the request that failed; None at a peak."""
     device_free_bytes: int | None
-    """Bytes that the driver still had then."""
+    """Bytes that the driver still had when the request failed; None at a peak."""
 
     @property
     def alive(self) -> Iterator[Allocation]:
@@ -63,7 +63,7 @@ class History:
 
 
 def history_of(snapshot: Snapshot) -> History:
-    """Replay a snapshot's events; raises SnapshotError for sizes that no device has."""
+    """Replay a snapshot's events. Raises SnapshotError for sizes that no device has."""
     allocations = tuple(_allocations(snapshot))
     levels = _levels(allocations, len(snapshot.events))
     if max(levels) > _MOST_ALIVE_BYTES:
@@ -109,13 +109,13 @@ def _allocations(snapshot: Snapshot) -> Iterator[Allocation]:
 
 
 def _ended(born: int, event: AllocatorEvent, died: int) -> Allocation:
-    """The allocation that an event began, or that it ended; who ended it says not who made it."""
+    """The allocation that ``event`` made or, with ``born`` -1, freed: its stack is then unknown."""
     stack, phase = (event.stack, event.phase) if born >= 0 else (0, "")
     return Allocation(event.address, event.size_bytes, stack, phase, born, died)
 
 
 def _levels(allocations: Iterable[Allocation], events: int) -> list[int]:
-    """Bytes alive before the first event, and after each."""
+    """Bytes alive before the first event, and after each event."""
     levels = [0] * (events + 2)
     for each in allocations:
         levels[each.born + 1] += each.size_bytes
@@ -124,7 +124,7 @@ def _levels(allocations: Iterable[Allocation], events: int) -> list[int]:
 
 
 def _moment(events: Sequence[AllocatorEvent], levels: Sequence[int]) -> tuple[int, bool]:
-    """The out of memory at which the most was needed, else the peak; and which of them it is."""
+    """The out-of-memory event that needed the most, and True; else the peak's event, and False."""
     failed = [number for number, event in enumerate(events) if event.action == "oom"]
     if failed:
         most = max(failed, key=lambda number: levels[number + 1] + events[number].size_bytes)
@@ -133,7 +133,7 @@ def _moment(events: Sequence[AllocatorEvent], levels: Sequence[int]) -> tuple[in
 
 
 def _reserved_bytes(snapshot: Snapshot, at: int) -> int | None:
-    """The segments at the end, less what came and plus what went since the moment."""
+    """Bytes reserved at an event: segments at the end, later changes undone; None if unrecorded."""
     changes = [event for event in snapshot.events if event.action in _GROWS + _SHRINKS]
     if not snapshot.segments and not changes:
         return None
@@ -149,9 +149,8 @@ def _reserved_bytes(snapshot: Snapshot, at: int) -> int | None:
 
 
 def free_blocks(history: History) -> list[int] | None:
-    """Bytes of each gap between what was alive in the segments of the moment; None where nothing
-    tells. A request fails where no gap is as large; one of less than 1 MiB may be the unused end of
-    a block.
+    """Bytes of each gap between live allocations in the segments at the moment; None if unknown. A
+    request fails if no gap is as large; a gap below 1 MiB may be the unused end of a block.
     """
     segments = _segments_then(history)
     if not segments:
@@ -169,7 +168,7 @@ def free_blocks(history: History) -> list[int] | None:
 
 
 def _segments_then(history: History) -> list[tuple[int, int]]:
-    """Starts and ends of the segments at the moment: those of the end, later changes undone."""
+    """Starts and ends of the segments at the moment; empty if undoing changes takes too long."""
     snapshot = history.snapshot
     later = snapshot.events[history.at + 1 :]
     since = [event for event in later if event.action in _GROWS + _SHRINKS]
@@ -200,7 +199,7 @@ def _without(ranges: Iterable[tuple[int, int]], start: int, end: int) -> Iterato
 
 
 def _joined(ranges: Iterable[tuple[int, int]], *, neighbours: bool) -> Iterator[tuple[int, int]]:
-    """Ranges of which none overlaps another; with ``neighbours`` none begins where one ends."""
+    """Merge sorted ranges that overlap; with ``neighbours`` also those that touch."""
     held: tuple[int, int] | None = None
     for first, last in ranges:
         if held is None:

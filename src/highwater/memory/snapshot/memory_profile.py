@@ -1,4 +1,4 @@
-"""Profiles: what was alive on a device at its peak, how it came to that, and what helps."""
+"""Memory profile: the allocations alive on a device at its peak, their timeline, and advice."""
 
 import re
 from collections import Counter, defaultdict
@@ -16,13 +16,13 @@ from highwater.nouns.codec import Record, from_json
 Key = TypeVar("Key")
 _PLACES = 40
 _STACKS = 40
-"""Places and stacks that are named, the largest first."""
+"""Most places, and most stacks, that a profile lists, the largest first."""
 _COLUMNS = 240
-"""Points of a timeline."""
+"""Most points of a timeline."""
 _LEAST_SHARE = 400
-"""A box of the flame graph has at least this part of all: what is narrower is left out."""
+"""A box of the flame graph has at least 1/400 of all bytes: narrower ones are left out."""
 _DEEPEST = 48
-"""Frames of a stack that a flame graph has, the outermost."""
+"""Most frames of a stack in a flame graph, from the outermost."""
 _COORDINATES = re.compile(r"rank[-_]?(?P<rank>\d+)(?:_(?P<place>(?:[a-z]{1,3}\d+)+))?")
 _COORDINATE = re.compile(r"[a-z]+\d+")
 
@@ -36,20 +36,20 @@ class InCategory(Record, frozen=True, kw_only=True):
 
 
 class InPlace(Record, frozen=True, kw_only=True):
-    """Bytes and number of the allocations that one line of a program had asked for."""
+    """Bytes and number of the allocations that one line of a program requested."""
 
     place: str
-    """Empty for what has no stack."""
+    """The line, ``engine/models/loss.py:88 forward``; empty for allocations without a stack."""
     category: Category
     bytes: int
     count: int
 
 
 class InStack(Record, frozen=True, kw_only=True):
-    """Bytes and number of the allocations that one stack had asked for."""
+    """Bytes and number of the allocations that one stack requested."""
 
     frames: tuple[str, ...]
-    """The innermost first."""
+    """The frames of the stack, the innermost first."""
     phase: str
     category: Category
     bytes: int
@@ -57,26 +57,26 @@ class InStack(Record, frozen=True, kw_only=True):
 
 
 class TimePoint(Record, frozen=True, kw_only=True):
-    """The most that was alive within a part of the trace."""
+    """The memory at the highest point within a part of the trace."""
 
     event: int
     time_s: float
     """Seconds since the first event."""
     bytes: tuple[int, ...]
-    """By category, in the order of ``categories``."""
+    """Bytes of each category, in the order of ``CATEGORIES``."""
 
 
 class FlameBox(Record, frozen=True, kw_only=True):
-    """One frame with everything that it and what it called had asked for."""
+    """One box of a flame graph: a frame, with all bytes that it and its callees requested."""
 
     frame: str
     depth: int
-    """0 for the outermost."""
+    """0 for the outermost frame."""
     start_bytes: int
-    """Bytes to the left of it."""
+    """Bytes to the left of the box."""
     bytes: int
     category: Category
-    """The category of most of it."""
+    """The category of most of these bytes."""
 
 
 class MemoryProfile(Record, frozen=True, kw_only=True):
@@ -84,35 +84,35 @@ class MemoryProfile(Record, frozen=True, kw_only=True):
 
     path: str
     rank: int | None
-    """As the name of the file has it; None where it does not."""
+    """The rank in the name of the file; None without one."""
     coordinates: tuple[str, ...]
-    """The rank's place in its mesh as the name of the file has it, ``p0``, ``d1``."""
+    """The rank's coordinates in its mesh, in the name of the file: ``p0``, ``d1``."""
     device: int
     devices: int
-    """Devices that the file has something of; this one has the most."""
+    """Number of devices in the file; ``device`` has the most events."""
     is_traced: bool
-    """Whether it is a prediction: a timeline that ``predict --exact`` wrote."""
+    """True if the file is a prediction: a timeline that ``predict --exact`` wrote."""
     events: int
-    """Events that the file has; earlier ones were not kept."""
+    """Number of events in the file; earlier events were not kept."""
     moment: Moment
     moment_event: int | None
-    """Number of the event; None without events."""
+    """Number of the moment's event; None without events."""
     phase: str
-    """The phase that the program had named by then; empty where it named none."""
+    """The phase that the program had named at the moment; empty if none."""
     time_s: float | None
     """Seconds from the first event to the moment; None without events."""
     allocated_bytes: int
-    """Bytes of what was alive, as they were asked for."""
+    """Bytes alive at the moment, as they were requested."""
     before_bytes: int
-    """The part of these bytes that was there before the first event."""
+    """The part of ``allocated_bytes`` from before the first event."""
     reserved_bytes: int | None
     requested_bytes: int | None
-    """The request for which there was no room; None where memory did not run out."""
+    """Size of the request that failed; None if memory did not run out."""
     device_free_bytes: int | None
     free_bytes: int | None
-    """Bytes that the allocator had, and nobody used; None where segments were not recorded."""
+    """Bytes that the allocator had reserved and not allocated; None without recorded segments."""
     largest_free_bytes: int | None
-    """The largest block of these."""
+    """The largest block of ``free_bytes``."""
     categories: tuple[InCategory, ...]
     places: tuple[InPlace, ...]
     stacks: tuple[InStack, ...]
@@ -122,7 +122,7 @@ class MemoryProfile(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The rank and its place, else the name of the file."""
+        """The rank and its coordinates, else the name of the file."""
         if self.rank is None:
             return Path(self.path).name
         return " ".join((f"rank {self.rank}", *self.coordinates))
@@ -133,8 +133,8 @@ class MemoryProfile(Record, frozen=True, kw_only=True):
 
 
 def memory_profile(path: str | Path) -> MemoryProfile:
-    """The profile of a snapshot that ``torch.cuda.memory._dump_snapshot`` wrote, of any program, or
-    of a timeline that ``predict --exact`` wrote. Raises SnapshotError for another file.
+    """The profile of a snapshot of any program, written by ``torch.cuda.memory._dump_snapshot``, or
+    of a timeline by ``predict --exact``. Raises SnapshotError for any other file.
     """
     snapshot = read_snapshot(Path(path))
     history, attribution = history_of(snapshot), Attribution(snapshot)
@@ -174,7 +174,7 @@ _Group = tuple[int, str, Category]
 _Callers = tuple[int, Category, tuple[str, ...]]
 """Bytes, their category, and the frames of their stack, the outermost first."""
 _Groups = dict[_Group, tuple[int, int]]
-"""Bytes and number of what was alive, by stack, phase and category; the largest first."""
+"""Bytes and number of the live allocations, by stack, phase and category; the largest first."""
 
 
 def _grouped(history: History, attribution: Attribution) -> _Groups:
@@ -185,7 +185,7 @@ def _grouped(history: History, attribution: Attribution) -> _Groups:
 
 
 def _added_up(parts: Iterable[tuple[Key, int, int]]) -> dict[Key, tuple[int, int]]:
-    """Bytes and number of all parts with one key; the largest first."""
+    """Sum bytes and number of the parts with the same key; the largest first."""
     sizes: Counter[Key] = Counter()
     counts: Counter[Key] = Counter()
     for key, size, count in parts:
@@ -195,9 +195,9 @@ def _added_up(parts: Iterable[tuple[Key, int, int]]) -> dict[Key, tuple[int, int
 
 
 def _coordinates(stem: str) -> tuple[int | None, tuple[str, ...]]:
-    """The rank and its coordinates, ``snapshot_rank00_p0d1c0t0``, in a file's name."""
+    """The rank and its coordinates in a file's name, such as ``snapshot_rank00_p0d1c0t0``."""
     found = _COORDINATES.search(stem)
-    # a number of so many digits is no rank
+    # a number of more than 6 digits is no rank
     if found is None or len(found["rank"]) > 6:
         return None, ()
     return int(found["rank"]), tuple(_COORDINATE.findall(found["place"] or ""))
@@ -236,7 +236,7 @@ def _stacks(groups: _Groups, attribution: Attribution, snapshot: Snapshot) -> It
 
 
 def _timeline(history: History, attribution: Attribution) -> Iterator[TimePoint]:
-    """The most that was alive in each of ``_COLUMNS`` equal parts of the trace, by category."""
+    """The highest point in each of ``_COLUMNS`` equal parts of the trace, by category."""
     events = len(history.snapshot.events)
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for each in history.allocations:
@@ -267,7 +267,7 @@ def _flame_graph(
 
     @cache
     def from_outside(stack: int) -> tuple[str, ...]:
-        """Its frames, the outermost first, without those that only pass a call on."""
+        """Frames of a stack, the outermost first, without those that only pass a call on."""
         frames = reversed(snapshot.stacks[stack])
         told = (index for index in frames if not attribution.is_between(index))
         return tuple(map(attribution.line, islice(told, _DEEPEST)))
@@ -309,18 +309,18 @@ Advice = Literal[
     "offload",
     "smaller buckets",
 ]
-"""Settings by the words that a rung's label has, or the field."""
+"""Settings to try, by their words in a rung's label or their field."""
 ADVICE: Mapping[Advice, str] = from_json(
     Path(__file__).with_name("advice.json").read_bytes(), dict[Advice, str]
 )
-"""The reason for each, and what to type, here and elsewhere."""
+"""Text for each advice: the reason, and what to type, in highwater and in other programs."""
 _STATES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states")
 _MOST_OF_IT = 4
-"""Logits or buffers of at least this part of all are to be rid of first: it costs little speed."""
+"""Logits or buffers of at least 1/4 of all bytes are advised on first: it costs little speed."""
 _MANY_GRADIENTS = 8
-"""Gradients that are at least this part of all are worth a step of one micro-batch."""
+"""Gradients of at least 1/8 of all bytes are worth a step of one micro-batch."""
 NOT_IN_A_SNAPSHOT: tuple[Advice, ...] = ("fewer copies", "one-micro-batch")
-"""Settings of which a snapshot does not tell whether they are there already."""
+"""Settings that may be in use already: a snapshot does not tell."""
 
 
 def advice_of(
@@ -330,8 +330,8 @@ def advice_of(
     free_bytes: int | None,
     tried: Collection[Advice] = (),
 ) -> Advice | None:
-    """The setting to try first; None where what was alive says too little. ``free_bytes`` is what
-    the allocator had, and nobody used. ``tried`` are settings that are there already.
+    """The setting to try first, by ``sizes``, the live bytes by category; None if none stands out.
+    ``free_bytes``: reserved and not allocated. ``tried``: settings already in use.
     """
     total = sum(sizes.values())
     states = sum(sizes.get(each, 0) for each in _STATES)

@@ -1,7 +1,7 @@
-"""Plain pickles: dicts, lists, tuples, texts and numbers, read by a machine of these opcodes.
+"""Plain pickles: dicts, lists, tuples, texts and numbers, read by an interpreter of their opcodes.
 
-``pickle`` itself would run what a file asks for. This reads what ``pickle.dump`` of protocol 2 and
-later writes for plain values; an opcode that imports or calls something is refused by its name.
+``pickle`` itself would run code that a file names. This reads what ``pickle.dump`` of protocol 2
+and later writes for plain values, and refuses an opcode that imports or calls something by name.
 Every step takes at least one byte of the file, and nothing is allocated by a length that the file
 claims: time and memory are bounded by its size. Source of the opcodes: CPython's ``pickletools``.
 """
@@ -15,27 +15,27 @@ from pickletools import opcodes
 from typing import Any
 
 MOST_VALUES = 64_000_000
-"""Values in one file: a snapshot of 100,000 events with stacks of 60 frames has 8 million."""
+"""Most values in one file: a snapshot of 100,000 events with stacks of 60 frames has 8 million."""
 _MOST_MARKS = 64
-"""Marks that are open at once. A snapshot has six."""
+"""Most marks open at once. A snapshot has six."""
 _LONGEST_INTEGER = 16
-"""Bytes of an integer: an address has 9 at the most."""
+"""Most bytes of an integer: an address has at most 9."""
 _CALLING = (
     *("GLOBAL", "INST", "OBJ", "REDUCE", "BUILD", "PERSID", "BINPERSID", "NEWOBJ", "NEWOBJ_EX"),
     *("EXT1", "EXT2", "EXT4", "STACK_GLOBAL", "NEXT_BUFFER"),
 )
 _CALLS = {each.code.encode("latin-1"): each.name for each in opcodes if each.name in _CALLING}
-"""Opcodes that import, call or set up something, by their byte."""
+"""Names of the opcodes that import, call or set up something, by their byte."""
 
 
 class PlainPickleError(ValueError):
-    """A pickle that is damaged, or that is not of plain data alone; the text says why."""
+    """A pickle is damaged, or has more than plain data; the text says why."""
 
 
 def read_plain_pickle(data: bytes) -> Any:
     """The value in a pickle: dicts with texts as keys, lists, tuples, texts, numbers, None. Parts
-    may be shared, as they were when it was written; what is nested in itself is left so. Raises
-    PlainPickleError for everything else.
+    that were shared when written are shared again, also values that contain themselves. Raises
+    PlainPickleError for any other pickle.
     """
     try:
         with _without_collection():
@@ -46,7 +46,7 @@ def read_plain_pickle(data: bytes) -> Any:
 
 @contextmanager
 def _without_collection() -> Generator[None]:
-    """Pause the cycle collector, which would go through millions of new lists again and again."""
+    """Pause the cycle collector, which would scan millions of new lists again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -57,7 +57,7 @@ def _without_collection() -> Generator[None]:
 
 
 class _Machine:
-    """A stack of values, the marks in it, and the values that later ones refer to."""
+    """The pickle machine: a stack of values, the marks in it, and the memo of shared values."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -113,13 +113,13 @@ class _Machine:
         self._at += form.size
 
     def _count(self, size: int) -> int:
-        """The next so many bytes as an index or a length."""
+        """The next ``size`` bytes as an index or a length."""
         start, self._at = self._at, self._at + size
         return int.from_bytes(self._data[start : self._at], "little")
 
     def _text(self, size: int) -> None:
         start, end = self._at + size, self._count(size) + self._at
-        # compared before it is sliced by: a slice past the end would be short, not refused
+        # checked before slicing: a slice past the end would be short, not refused
         if end > len(self._data):
             raise PlainPickleError("it ends in the middle of a text")
         self._at = end
@@ -130,7 +130,7 @@ class _Machine:
 
     def _put(self, size: int) -> None:
         index = self._count(size)
-        # ``pickle`` counts them up: a table as long as the largest index would be a bomb
+        # ``pickle`` numbers them in order: a table as long as the largest index would be a bomb
         if index > len(self._memo):
             raise PlainPickleError("it numbers its values with gaps, as no pickle.dump does")
         self._memo[index : index + 1] = [self._stack[-1]]
@@ -144,7 +144,7 @@ class _Machine:
         self._marks.append(len(self._stack))
 
     def _pop(self) -> Any:
-        """The topmost value, which no mark may be above."""
+        """Take the topmost value, which must be above the last mark."""
         if self._marks and len(self._stack) == self._marks[-1]:
             raise PlainPickleError("it ends, or goes wrong, in the middle of a value")
         return self._stack.pop()
@@ -188,7 +188,7 @@ class _Machine:
             raise PlainPickleError(f"it is of pickle's protocol {version}")
 
     def _frame(self) -> None:
-        """The length of what follows, for readers of a stream."""
+        """Check the length of the frame that follows, which only readers of a stream need."""
         if self._count(8) + self._at > len(self._data):
             raise PlainPickleError("it ends in the middle of a frame")
 

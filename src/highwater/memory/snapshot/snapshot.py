@@ -1,9 +1,9 @@
-"""Snapshots: what ``torch.cuda.memory._dump_snapshot`` wrote, read without PyTorch and checked.
+"""Snapshots: files of ``torch.cuda.memory._dump_snapshot``, read without PyTorch and checked.
 
-The file is somebody else's: it is read as plain data (``plain_pickle``), every number that is used
-is checked, and what is not known is left aside. A pickle may refer to one value again and again, in
-two bytes each time. Stacks, frames and texts are shared so, and are read once; an event, a segment
-or a block that comes again is refused. So time and memory are bounded by the size of the file.
+The file is not trusted: it is read as plain data (``plain_pickle``), every number that is used is
+checked, and unknown fields are ignored. A pickle may refer to one value many times, in two bytes
+each. Stacks, frames and texts are shared so, and are read once; an event, a segment or a block that
+comes twice is refused. So time and memory are bounded by the size of the file.
 Source of the fields: ``torch/cuda/memory.py`` and ``torch/csrc/cuda/Module.cpp``, PyTorch 2.11 and
 2.13.
 """
@@ -24,30 +24,30 @@ from highwater.nouns.codec import read_file
 from highwater.units import MIB
 
 MOST_SNAPSHOT_BYTES = 512 * MIB
-"""Bytes of a file at the most; 100,000 events have 30 to 100 MiB."""
+"""Most bytes of a file; 100,000 events have 30 to 100 MiB."""
 MOST_FRAMES = 1024
-"""Frames of one stack that are kept, the innermost: Python itself allows 1,000."""
+"""Most frames of one stack that are kept, from the innermost: Python itself allows 1,000."""
 _LARGEST = 1 << 53
-"""The largest size in bytes that is believed: 8 PiB."""
+"""The largest size in bytes that is accepted: 8 PiB."""
 _LARGEST_ADDRESS = 1 << 64
 _LONGEST_NAME = 1000
-"""Characters of a name or a path that are kept; templates of C++ have more."""
+"""Most characters of a name or a path that are kept; C++ templates have more."""
 _NO_FRAMES: list[Any] = []
-"""The stack of what has none: one list, because stacks are told apart by their identity."""
+"""The stack of an event without one: a single list, since stacks are told apart by identity."""
 _HINT = "name a file that `torch.cuda.memory._dump_snapshot` wrote"
 _OF_A_TRAINING = (
     "PyTorch makes one: `torch.cuda.memory._record_memory_history()` before the first step, "
     "`torch.cuda.memory._dump_snapshot('snapshot.pickle')` after the last; `highwater profile "
     "--help` says what else is read"
 )
-"""Hint where a log was named: how a training is recorded."""
+"""Hint if the file is a log: how to record a training."""
 HOW_TO_MAKE_ONE = (
     "name one that is there; `highwater predict tiny --gpus 1xH200-141GB --length 4k --loss full "
     "--allocator native --exact --timeline predicted.pickle` makes one in seconds, without a GPU"
 )
-"""Hint where there is no snapshot."""
+"""Hint if there is no such file."""
 _MOST_NEIGHBOURS = 10_000
-"""Files of a folder among which the one is looked for that was meant."""
+"""Most files of a folder that are compared with a missing file's name, to suggest one."""
 
 
 class Frame(NamedTuple):
@@ -56,7 +56,7 @@ class Frame(NamedTuple):
     file: str
     line: int
     name: str
-    """The function."""
+    """Name of the function."""
 
 
 class AllocatorEvent(NamedTuple):
@@ -65,14 +65,14 @@ class AllocatorEvent(NamedTuple):
     action: str
     address: int
     size_bytes: int
-    """Bytes that were asked for; of a segment all of it."""
+    """Bytes requested; for an event of a segment, the whole segment's."""
     time_us: int
     stack: int
     """Index into ``Snapshot.stacks``."""
     phase: str
-    """The phase that the program had named (``user_metadata``); empty for none."""
+    """The phase that the program had named (``user_metadata``); empty if none."""
     device_free_bytes: int
-    """Bytes that the driver still had, where memory ran out."""
+    """Bytes that the driver still had when memory ran out; 0 for other events."""
 
 
 class SegmentBlock(NamedTuple):
@@ -82,7 +82,7 @@ class SegmentBlock(NamedTuple):
     size_bytes: int
     requested_bytes: int
     is_allocated: bool
-    """Whether a tensor used it."""
+    """True if a tensor used it."""
     stack: int
 
 
@@ -102,7 +102,7 @@ class Snapshot:
     path: str
     device: int
     devices: int
-    """Devices of which the file has something; this one has the most."""
+    """Number of devices in the file; ``device`` has the most events."""
     events: tuple[AllocatorEvent, ...]
     segments: tuple[Segment, ...]
     frames: tuple[Frame, ...]
@@ -112,8 +112,8 @@ class Snapshot:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """The snapshot in a file, of its busiest device. Raises SnapshotError for a file that is not
-    there or too large, that is damaged, that would run code, or that says what cannot be.
+    """The snapshot in a file, for its busiest device. Raises SnapshotError for a file that is
+    missing, too large or damaged, that would run code, or that has impossible values.
     """
     try:
         data = read_file(path, most_bytes=MOST_SNAPSHOT_BYTES)
@@ -129,7 +129,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def _is_text(beginning: bytes) -> bool:
-    text = beginning.decode("latin-1")  # letters past ASCII are what they will
+    text = beginning.decode("latin-1")  # bytes past ASCII may be letters of any encoding
     return bool(text) and all(32 <= ord(each) != 127 or each in "\t\n\r\x1b\b" for each in text)
 
 
@@ -148,7 +148,7 @@ def _unread(path: Path, error: OSError) -> SnapshotError:
 
 
 class _Reading:
-    """Checks a document, and numbers its stacks. Raises PlainPickleError for what cannot be."""
+    """Checks a document, and numbers its stacks. Raises PlainPickleError for impossible values."""
 
     def __init__(self, document: Any) -> None:
         if not isinstance(document, dict) or "device_traces" not in document:
@@ -156,7 +156,7 @@ class _Reading:
         self._document: dict[str, Any] = document
         self._frames: dict[Frame, int] = {}
         self._stacks: dict[tuple[int, ...], int] = {(): 0}
-        # A stack or a frame that is shared is read once: the document, which keeps its identity,
+        # A shared stack or frame is read once, by its id: the document, which keeps it alive,
         # outlives these.
         self._by_frame: dict[int, int] = {}
         self._by_stack: dict[int, int] = {}
@@ -270,14 +270,14 @@ class _Reading:
         return index
 
     def _text(self, text: str) -> str:
-        """A name, cut; one text for all that share it."""
+        """A name, cut to ``_LONGEST_NAME``; names that share a text share the cut one."""
         if len(text) <= _LONGEST_NAME:
             return text
         return self._by_text.setdefault(id(text), f"{text[:_LONGEST_NAME]}…")
 
     def _once(self, value: Any, what: str) -> dict[str, Any]:
-        """A dict that PyTorch writes once: were it read again for each reference to it, blocks
-        that are shared by segments that are shared would be read as often as both together.
+        """Check a dict that PyTorch writes once. Read again for each reference, shared blocks of
+        shared segments would multiply the time. Raises PlainPickleError if it comes twice.
         """
         found = _dict(value, what)
         if id(found) in self._single:
@@ -299,7 +299,7 @@ def _dict(value: Any, what: str) -> dict[str, Any]:
 
 
 def _whole(value: Any, what: str, *, most: int = _LARGEST) -> int:
-    """A number of bytes, or an address; PlainPickleError for what is none."""
+    """Check a number of bytes or an address. Raises PlainPickleError if it is out of range."""
     if type(value) is not int or not 0 <= value <= most:
         shown = value if isinstance(value, int | float) else type(value).__name__
         raise PlainPickleError(f"{what} is {shown}")

@@ -1,1 +1,1 @@
-"""Control plane: a traced step replayed through a model of PyTorch's allocator."""
+"""Control plane: a traced step, replayed in a simulation of PyTorch's allocator."""

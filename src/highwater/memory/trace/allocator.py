@@ -1,12 +1,12 @@
-"""Allocator: PyTorch's CUDA caching allocator, simulated: what it reserves, whether it fits.
+"""Allocator: a simulation of PyTorch's CUDA caching allocator, for reserved bytes and failures.
 
 Rounding, pools, best fit, split and coalesce, one set of free blocks per stream, release of what is
 cached before giving up; native segments (cudaMalloc) and expandable ones (pages mapped into an
-address range of each stream and pool). Nothing is allocated. Among free blocks of one size the
-lowest address is taken, and the driver hands addresses out from the top down: the newest segment.
+address range of each stream and pool). No memory is allocated. Among free blocks of one size the
+lowest address is taken; the driver hands addresses out from the top down, so the newest segment's.
 
-Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11, function by function; names are its own
-where there is one. Checked at every step of what an H200's allocator did:
+Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11, function by function; names in
+parentheses are its own. Checked at every step against an H200's allocator:
 tests/unit/test_allocator.py. Not simulated: graph pools, ``max_split_size_mb``, the
 garbage collector.
 """
@@ -19,22 +19,22 @@ from highwater.units import MIB
 MIN_BLOCK_BYTES = 512
 """Sizes are rounded up to multiples of this."""
 SMALL_BYTES = MIB
-"""The largest size of the small pool."""
+"""The largest request that the small pool serves."""
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 MIN_LARGE_BYTES = 10 * MIB
-"""Size from which on a segment is as large as its first block, by ``ROUND_LARGE_BYTES``."""
+"""Size from which a segment is as large as its first block, rounded to ``ROUND_LARGE_BYTES``."""
 ROUND_LARGE_BYTES = 2 * MIB
 _TOP = LARGE_SEGMENT_BYTES << 28
-"""Addresses go down from here; below 2**53, so that viewers of memory snapshots read them."""
+"""Top of the addresses; below 2**53, so that viewers of memory snapshots can read them."""
 _EXTENT_BYTES = LARGE_SEGMENT_BYTES << 22
-"""Addresses that an expandable range takes: 80 TiB, more than any card has."""
+"""Size of an expandable address range: 80 TiB, more than any card has."""
 ADDRESS_BITS = 53
 """Bits of an address: a block's size and address make one number."""
 
 
 class CapacityError(Exception):
-    """An allocation exceeds the capacity, even after releasing all that was cached."""
+    """An allocation exceeds the capacity, even after all cached blocks were released."""
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
         super().__init__(
@@ -47,7 +47,7 @@ class CapacityError(Exception):
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """A run of bytes: allocated, free, or (expandable) not mapped; with its neighbours."""
+    """A range of bytes, with its neighbours: allocated, free, or (expandable) not mapped."""
 
     address: int
     size: int
@@ -60,11 +60,11 @@ class MemoryBlock:
 
 @dataclass(slots=True)
 class MemoryBlocks:
-    """Blocks by size, then by address: one number each, since a replay compares millions."""
+    """Blocks ordered by size, then by address."""
 
     ordered: list[MemoryBlock] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    """Size and address of each block, as one number."""
+    """Size and address of each block as one number, since a replay compares millions."""
 
     def add(self, block: MemoryBlock) -> None:
         """Put a block in its place."""
@@ -74,7 +74,7 @@ class MemoryBlocks:
         self.ordered.insert(index, block)
 
     def remove(self, block: MemoryBlock) -> None:
-        """Take out a block whose size and address are still those that it came in with."""
+        """Take out a block, whose size and address must not have changed since ``add``."""
         index = bisect_left(self.keys, (block.size << ADDRESS_BITS) + block.address)
         del self.keys[index]
         del self.ordered[index]
@@ -87,38 +87,38 @@ class MemoryPool:
     is_small: bool
     is_expandable: bool
     least_rest_bytes: int
-    """The least that is left of a block as a block of its own (should_split)."""
+    """Fewest bytes left of a block that become a block of their own (should_split)."""
     free: MemoryBlocks = field(default_factory=MemoryBlocks)
     unmapped: MemoryBlocks = field(default_factory=MemoryBlocks)
 
 
 @dataclass(slots=True, kw_only=True)
 class CachingAllocator:
-    """One device's allocator: ``allocate`` gives a handle, ``free`` takes it; figures in bytes."""
+    """One device's allocator: ``allocate`` returns a handle, which ``free`` takes; all in bytes."""
 
     is_expandable: bool = False
     capacity_bytes: int | None = None
-    """Bytes that may be reserved; None: a card without end."""
+    """Bytes that may be reserved; None: unlimited."""
     is_share: bool = False
-    """Whether the capacity is a share of the card that the process set itself
-    (``set_per_process_memory_fraction``): then a request is measured against it as the segment that
-    it would take, also where expandable pages would take less."""
+    """True if the process set the capacity itself, as a share of the card
+    (``set_per_process_memory_fraction``): then a request is checked by the size of its native
+    segment, even if expandable pages would take less."""
     allocated_bytes: int = 0
     peak_allocated_bytes: int = 0
     reserved_bytes: int = 0
     peak_reserved_bytes: int = 0
     retries: int = 0
-    """Times that all cached blocks were released to serve an allocation."""
+    """Number of times that all cached blocks were released to serve an allocation."""
     _pools: dict[tuple[int, bool], MemoryPool] = field(default_factory=dict)
-    """Pools by stream, and by whether they are for small blocks."""
+    """Pools by stream and ``is_small``."""
     _live: dict[int, MemoryBlock] = field(default_factory=dict)
     _awaited: dict[int, None] = field(default_factory=dict)
-    """Handles that were given back and are not free yet."""
+    """Handles that were given back, but are not free yet."""
     _next_handle: int = 0
     _lowest_address: int = _TOP
 
     def allocate(self, size: int, *, stream: int = 0) -> int:
-        """Serve ``size`` bytes on a stream: the handle to free them by; or raise CapacityError."""
+        """Allocate ``size`` bytes on a stream and return a handle. Raises CapacityError."""
         rounded = round_size(size)
         block = self.take(self.pool(stream, is_small=rounded <= SMALL_BYTES), rounded)
         if block is None:
@@ -126,7 +126,7 @@ class CachingAllocator:
         return self.handle(block)
 
     def take(self, pool: MemoryPool, size: int) -> MemoryBlock | None:
-        """A block of a pool for a rounded size, allocated; None where the device is full."""
+        """Allocate a block of a pool for a rounded size; None if the device is full."""
         free = pool.free
         keys = free.keys
         best = bisect_left(keys, size << ADDRESS_BITS)
@@ -162,15 +162,15 @@ class CachingAllocator:
         return block
 
     def free(self, handle: int) -> None:
-        """Give an allocation back to the cache. Raises KeyError for a handle that is not alive."""
+        """Return an allocation to the cache. Raises KeyError for a handle that is not alive."""
         block = self._live.pop(handle)
         if handle in self._awaited:
             del self._awaited[handle]
-            self.allocated_bytes += block.size  # which it counted as already
+            self.allocated_bytes += block.size  # ``give_back`` subtracted it already
         self.put(block)
 
     def put(self, block: MemoryBlock) -> None:
-        """Give an allocated block back to the cache."""
+        """Return an allocated block to the cache."""
         self.allocated_bytes -= block.size
         block.is_allocated = False
         before, after = block.before, block.after
@@ -181,7 +181,7 @@ class CachingAllocator:
         block.pool.free.add(block)
 
     def pool(self, stream: int, *, is_small: bool) -> MemoryPool:
-        """The pool of a stream's small blocks, or of its large ones; a new one is empty."""
+        """The pool of a stream's small or large blocks, created empty if needed."""
         pool = self._pools.get((stream, is_small))
         if pool is None:
             splits = is_small or self.is_expandable
@@ -193,30 +193,30 @@ class CachingAllocator:
         return pool
 
     def give_back(self, handle: int) -> None:
-        """Count an allocation no more, but keep its block, which another stream uses: it is free
-        when ``free`` says so, or when memory runs short.
+        """Stop counting an allocation, but keep its block, which another stream still uses, until
+        ``free`` is called or memory runs short.
         """
         self.allocated_bytes -= self._live[handle].size
         self._awaited[handle] = None
 
     def handle(self, block: MemoryBlock) -> int:
-        """The handle of a block that was taken without one."""
+        """Make a handle for a block from ``take``."""
         self._next_handle += 1
         self._live[self._next_handle] = block
         return self._next_handle
 
     def is_held(self, handle: int) -> bool:
-        """Whether an allocation is not free yet; one given back is freed when memory runs short."""
+        """True if an allocation is not free yet; memory running short frees those given back."""
         return handle in self._live
 
     def place_of(self, handle: int) -> tuple[int, int]:
-        """Address and rounded bytes of an allocation that is alive."""
+        """Address and rounded bytes of a live allocation. Raises KeyError for others."""
         block = self._live[handle]
         return block.address, block.size
 
     def release_cached(self) -> None:
-        """Wait for what other streams use, then give the device back every free native segment, and
-        every free whole page (synchronize_and_free_events, release_cached_blocks).
+        """Free the blocks that other streams used, then return every free native segment and every
+        free whole page to the device (synchronize_and_free_events, release_cached_blocks).
         """
         for handle in tuple(self._awaited):
             self.free(handle)
@@ -232,7 +232,7 @@ class CachingAllocator:
                         self._reserve(-block.size)
 
     def _new_block(self, pool: MemoryPool, size: int) -> MemoryBlock | None:
-        """A block from the device; None where the capacity does not hold it."""
+        """A free block in new memory from the device; None if it exceeds the capacity."""
         segment_bytes = segment_size(size)
         is_checked = self.is_share or not self.is_expandable
         if is_checked and self._exceeds(segment_bytes):
@@ -257,8 +257,8 @@ class CachingAllocator:
         return block
 
     def _growth_start(self, pool: MemoryPool, size: int) -> MemoryBlock:
-        """The block from which on free or unmapped neighbours have room for ``size``; that of a new
-        address range where none has (find_expandable_block).
+        """The first block that has room for ``size`` together with the free or unmapped blocks
+        after it; else the block of a new address range (find_expandable_block).
         """
         for unmapped in sorted(pool.unmapped.ordered, key=lambda block: block.address):
             before = unmapped.before
@@ -270,7 +270,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: MemoryBlock, size: int) -> bool:
-        """Give an unmapped block whole pages for ``size``; the rest stays unmapped (map_block)."""
+        """Map a block's first pages for ``size`` (map_block); False if they exceed the capacity."""
         page = _page_bytes(block.pool)
         mapped = -(-size // page) * page
         if self._exceeds(mapped):
@@ -292,7 +292,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: MemoryBlock) -> None:
-        """Take the whole pages out of a free block; its ends stay free (unmap_block)."""
+        """Unmap the whole pages within a free block; its ends stay free (unmap_block)."""
         page = _page_bytes(block.pool)
         start = -(-block.address // page) * page
         stop = (block.address + block.size) // page * page
@@ -317,7 +317,7 @@ class CachingAllocator:
         self._reserve(start - stop)
 
     def _merge(self, block: MemoryBlock, neighbour: MemoryBlock | None) -> None:
-        """Take in a neighbour that is free, or unmapped, like this one (try_merge_blocks)."""
+        """Merge a neighbour into a block if both are free or both unmapped (try_merge_blocks)."""
         if neighbour is None or neighbour.is_allocated or neighbour.is_mapped != block.is_mapped:
             return
         pool = block.pool
@@ -341,13 +341,13 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _addresses(self, size: int) -> int:
-        """The start of a range below all others: that drivers reuse ranges matters nowhere."""
+        """The start of a new address range, below all others; ranges are not reused."""
         self._lowest_address -= -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
         return self._lowest_address
 
 
 def round_size(size: int) -> int:
-    """Bytes that a request counts as."""
+    """Bytes of the block for a request: a multiple of ``MIN_BLOCK_BYTES``."""
     return max(MIN_BLOCK_BYTES, -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
 
 
@@ -365,7 +365,7 @@ def _page_bytes(pool: MemoryPool) -> int:
 
 
 def _least_growing(ordered: list[MemoryBlock], best: int) -> int:
-    """The index of the first block, from the best fit on, that can grow no more than the next."""
+    """Index of the first block, from the best fit on, that can grow to no more than the next."""
     least = _growable_size(ordered[best])
     for index in range(best + 1, len(ordered)):
         size = _growable_size(ordered[index])
@@ -389,7 +389,7 @@ def _room_from(block: MemoryBlock | None, size: int) -> bool:
 
 
 def _link(one: MemoryBlock | None, other: MemoryBlock | None) -> None:
-    """Make these neighbours, in this order."""
+    """Make two blocks neighbours, in this order; None is the end of a segment."""
     if one is not None:
         one.after = other
     if other is not None:

@@ -1,6 +1,6 @@
-"""Replay: a trace through the simulated caching allocator: peaks, what is alive there, whether
-it fits; or as a snapshot that PyTorch's memory viewer opens (https://pytorch.org/memory_viz), with
-operator, module and phase in the place of a stack, and numbers of events in that of microseconds.
+"""Replay: run a trace through the simulated allocator, for its peaks, the tensors alive at them and
+whether it fits; or to write a snapshot for PyTorch's viewer (https://pytorch.org/memory_viz), with
+operator, module and phase as a stack, and numbers of events as microseconds.
 """
 
 import pickle
@@ -27,7 +27,7 @@ from highwater.nouns.settings import Allocator
 
 _NUMBER = re.compile(r"\b\d+\b")
 _LARGEST = 20
-"""Kinds of living tensors that are named."""
+"""Most kinds of live tensors that are listed."""
 
 
 class Alive(Record, frozen=True, kw_only=True):
@@ -38,18 +38,18 @@ class Alive(Record, frozen=True, kw_only=True):
     phase: str
     """Phase in which they were allocated."""
     module: str
-    """Module whose pass allocated them; ``*`` for the number of a layer; empty for none."""
+    """Module whose pass allocated them, with ``*`` for layer numbers; empty for none."""
     bytes: int
-    """Bytes of all of them together."""
+    """Bytes of all these tensors together."""
     count: int
 
 
 class Replayed(Record, frozen=True, kw_only=True):
-    """The figures that the allocator would report on this rank."""
+    """Result of a replay: the figures that one rank's allocator would report."""
 
     fits: bool
     phase: str
-    """Phase of the peak of allocated bytes; where it does not fit, the phase that ran out."""
+    """Phase of the peak of allocated bytes; if the step does not fit, the phase that ran out."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     retries: int
@@ -67,9 +67,9 @@ def replay(
     is_share: bool = False,
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> Replayed:
-    """Replay a log on an empty device with ``capacity_bytes`` for the allocator; None: without end.
-    ``is_share``: a capacity that the process sets itself, as of a trial with a memory budget.
-    ``workspaces_bytes`` are cuBLAS's, which no trace has.
+    """Replay a log on an empty device with ``capacity_bytes`` for the allocator; None: unlimited.
+    ``is_share``: the process sets the capacity itself, as in a trial with a memory budget.
+    ``workspaces_bytes``: sizes of cuBLAS's workspaces, which no trace has.
     """
     trace = coded(log)
     found, peak_at = replay_trace(
@@ -83,22 +83,22 @@ def replay(
 
 
 class Kind(Record, frozen=True, kw_only=True):
-    """An allocation that occurs again and again: ``fixed_bytes + bytes_per_tokens[0] x tokens /
-    bytes_per_tokens[1]``, rounded down, and no more than ``most_bytes``.
+    """A kind of allocation, of ``fixed_bytes + bytes_per_tokens[0] x tokens /
+    bytes_per_tokens[1]`` bytes, rounded down, and at most ``most_bytes``.
     """
 
     fixed_bytes: int
     bytes_per_tokens: tuple[int, int]
     most_bytes: int | None
-    """Most bytes of such an allocation; None: there is no end to it."""
+    """Most bytes of such an allocation; None: unlimited."""
     stream: int
     operator: int
     module: int
 
 
 class ScaledTrace(Record, frozen=True, kw_only=True):
-    """Events of one rank for any number of tokens of its micro-batch, in numbers: a step whose
-    tensors are whole, with no tiles and no chunks, allocates the same in the same order.
+    """Events of one rank, coded as numbers, for any number of tokens in its micro-batch: without
+    tiles and chunks, a step makes the same kinds of allocations in the same order.
     """
 
     schema_version: int = 1
@@ -108,19 +108,19 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
     kinds: tuple[Kind, ...]
     phases: tuple[str, ...]
     events: tuple[int, ...]
-    """Allocate kind n: n. Free what was allocated d allocations ago: -2d; give it back before
-    another stream has done with it: 1 - 2d. Enter phase p: ``len(kinds) + p``; after the last
-    phase, release what is cached."""
+    """Codes: n allocates kind n; -2d frees the allocation made d allocations ago, and 1 - 2d gives
+    it back while another stream uses it; ``len(kinds) + p`` enters phase p, and the code after the
+    last phase releases cached blocks."""
 
     def least_bytes(self, tokens: int) -> int:
-        """Most bytes alive at once, in whole blocks: with less no allocator has a place for it."""
+        """Most bytes alive at once, in whole blocks: fewer bytes suffice for no allocator."""
         blocks = self.blocks(tokens)
         changes = (*blocks, *(-block for block in reversed(blocks)))
         alive = accumulate(map(changes.__getitem__, _changes(self.events, len(blocks))))
         return max(alive, default=0)
 
     def blocks(self, tokens: int) -> list[int]:
-        """Bytes of the block of each kind."""
+        """Bytes of the block for each kind of allocation."""
         return [round_size(size) if size else 0 for size in self.sizes(tokens)]
 
     def sizes(self, tokens: int) -> list[int]:
@@ -137,7 +137,7 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=64)
 def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
-    """Changes of what is alive by event: n adds an allocation of kind n, -1 - n takes one away."""
+    """Changes of the live allocations: n adds one of kind n, -1 - n removes one of kind n."""
     allocated: list[int | None] = []
     found = []
     for code in events:
@@ -153,8 +153,8 @@ def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
 
 
 def coded(log: EventLog) -> ScaledTrace:
-    """The events of a log in numbers, whatever the tokens: a replay of them takes half the time.
-    What the log frees that it did not allocate is nothing.
+    """Code a log as a trace whose sizes do not depend on tokens, which replays in half the time.
+    Frees of memory that the log did not allocate do nothing.
     """
     kinds: dict[tuple[int, ...], int] = {}
     phases: dict[str, int] = {"setup": 0}
@@ -208,7 +208,7 @@ def replay_trace(
     is_share: bool = False,
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> tuple[Replayed, int]:
-    """The result of ``replay`` but for ``alive``, and the number of events before the peak."""
+    """The result of ``replay`` without ``alive``, and the number of events before the peak."""
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share
     )
@@ -219,7 +219,7 @@ def replay_trace(
         for kind, size in zip(trace.kinds, sizes, strict=True)
     ]
     live: list[MemoryBlock | int | None] = []
-    """Blocks; handles, of what was given back; None once free."""
+    """By allocation: its block; its handle, once given back; None, once free."""
     phase, phase_bytes, by_phase = "setup", 0, dict[str, int]()
     peak_phase, peak_at, number = phase, 0, 0
     fits = all(
@@ -268,7 +268,7 @@ def replay_trace(
 
 
 def ran_out(least_bytes: int) -> Replayed:
-    """The result, without a replay, for a step that has more alive at once than there is room."""
+    """The result, without a replay, for a step with more bytes alive at once than the capacity."""
     return Replayed(
         fits=False,
         phase="",
@@ -281,7 +281,7 @@ def ran_out(least_bytes: int) -> Replayed:
 
 
 def alive_at(trace: ScaledTrace, tokens: int, number: int) -> tuple[Alive, ...]:
-    """The tensors that the first ``number`` events have allocated and not freed, by kind."""
+    """The tensors that are alive after the first ``number`` events, by kind, the largest first."""
     phase = "setup"
     living: dict[int, tuple[int, str]] = {}
     count = 0
@@ -315,7 +315,7 @@ def timeline(
     capacity_bytes: int | None = None,
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> bytes:
-    """The pickle, up to the last event, or to the one that does not fit."""
+    """The pickled snapshot of a replay, up to the last event or to the one that does not fit."""
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes
     )
@@ -368,7 +368,7 @@ def timeline(
 def _let_go(
     device: CachingAllocator, living: dict[int, tuple[int, dict[str, Any]]], number: int
 ) -> list[dict[str, Any]]:
-    """Entries that end what had been given back, and what the allocator has just waited for."""
+    """Entries for the end of allocations that were given back and that the allocator just freed."""
     early = [name for name, (handle, _) in living.items() if not device.is_held(handle)]
     return [entry for name in early for entry in _freed(living.pop(name)[1], number)]
 

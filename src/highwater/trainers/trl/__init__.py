@@ -1,12 +1,12 @@
 """TRL, which accelerate launches: a configuration (words.py), trials (trial.py), and the memory of
-a step: our formula with TRL's differences; and edges of its trials.
+a step by our formula with TRL's differences; and edges of its trials.
 
-- An MLP goes in one piece, and logits in tiles: Hugging Face's layers, and a fused head.
+- An MLP is computed untiled, and logits in tiles: Hugging Face's layers, and a fused head.
 - The gradients of the head and of the hidden states are summed in float32, then rounded. The head
-  itself is what FSDP gathered, in bfloat16: accelerate shards it with the last norm
+  itself is gathered by FSDP, in bfloat16: accelerate shards it with the last norm
   (``fsdp2_prepare_model``), so that it is there when the loss reads it.
-- GRPO generates by the policy itself: keys and values of all completions of a GPU, beside what the
-  longest prompt takes on its way through one layer. Gradients are not there yet.
+- GRPO generates by the policy itself: keys and values of all completions of a GPU, and the memory
+  of the prompts in one layer. Gradients are not there yet.
 - There is no reference: GRPO has none by default (``beta`` of 0), and DPO's log-probabilities are
   computed before the training.
 - The command that launches the training keeps a context on the first GPU.
@@ -56,10 +56,10 @@ LAUNCHER_BYTES = 518 * MIB
 """Context of the process that launches the training, on the first GPU. Read off the errors of every
 trial that ran out in docs/results/other_trainers/studies, on H100 and H200."""
 _TILE_TOKENS, _TILE_WIDTH = 4096, 32768
-"""Tokens and words in one tile of logits: TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE."""
+"""Tokens and vocabulary in one tile of logits: TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE."""
 _PREFILL_WIDTHS, _PREFILL_STREAMS = 3, 2
-"""A prompt takes in one layer without a backward pass, of T x F and of T x E: the activation,
-the other branch and their product; the residual stream and what the MLP is given."""
+"""Tensors of T x F and of T x E for a prompt in one layer, without a backward pass: the activation,
+the other branch and their product; the residual stream and the MLP's input."""
 
 
 def footprint(step: Step) -> Footprint:
@@ -83,43 +83,47 @@ def footprint(step: Step) -> Footprint:
 
 
 def _with_its_loss(ours: Phase, step: Step) -> Phase:
-    """The loss as TRL computes it, in doubt on every token: hidden states, a copy of the trained
-    ones, their gradient in float32 and rounded (T x E each); a tile of logits for our chunk.
+    """The loss phase as TRL computes it, with all tokens taken as trained: hidden states, a copy of
+    the trained ones, their gradient in float32 and rounded (T x E each); a tile of logits.
     """
     if step.settings.traits.gives_scalars:
         return ours
     hidden = step.tokens * step.shape.hidden_size
     own = {
-        "hidden states": 3 * step.element * hidden,
+        "hidden states": 3 * step.element_bytes * hidden,
         "gradient of the hidden states in float32": NUMBER_BYTES * hidden,
-        "logits": step.element * min(step.tokens, _TILE_TOKENS) * _TILE_WIDTH,
-        "gradient of the head": 0 if step.is_frozen else (NUMBER_BYTES + step.element) * step.table,
+        "logits": step.element_bytes * min(step.tokens, _TILE_TOKENS) * _TILE_WIDTH,
+        "gradient of the head": 0
+        if step.is_frozen
+        else (NUMBER_BYTES + step.element_bytes) * step.table_size,
     }
     others = (term for term in ours.terms if term.name not in own)
     return phase(ours.name, *others, *(Term(name, size) for name, size in own.items()))
 
 
 def _generation(step: Step) -> Phase:
-    """The last layer reads the prompts, with all keys and values kept and no gradient there yet."""
+    """The phase in which the last layer reads the prompts, with all keys and values kept."""
     settings, layout, shape = step.settings, step.layout, step.shape
     rows = settings.sequences_per_micro_batch
     sequences = rows * generation_micro_batches(rows, layout.gpus)
     kinds = [run.kind for run in shape.runs]
     own_head = 1 if shape.tied_embeddings else 2
-    gathered = own_head * step.table + 2 * max(map(step.gathered, kinds)) if step.gathers else 0
+    gathered = (
+        own_head * step.table_size + 2 * max(map(step.gathered, kinds)) if step.gathers else 0
+    )
     kept = 0
     for run in shape.runs:
-        attention = run.kind.attention  # keeps no more than its window
+        attention = run.kind.attention  # which keeps no more than its window
         tokens = min(attention.window_tokens or step.length_tokens, step.length_tokens)
         kept += run.count * tokens * 2 * attention.key_size
     prompt = max(map(_prompt_numbers, kinds))
     workspaces = sum(CUBLAS_WORKSPACES_BYTES) if step.device == "cuda" else 0
-    numbers = step.element * sequences
+    numbers = step.element_bytes * sequences
     return phase(
         GENERATION,
         Term("states without gradients", resting_state_bytes(shape, settings, layout)),
         Term(WORKSPACES, workspaces),
-        Term("embedding and head, gathered", step.element * gathered),
+        Term("embedding and head, gathered", step.element_bytes * gathered),
         Term("keys and values of completions", numbers * kept),
         Term("a layer reading the prompts", numbers * step.length_tokens * prompt),
     )
@@ -133,18 +137,20 @@ def _prompt_numbers(kind: LayerKind) -> int:
 
 
 def bundled_edges() -> tuple[Residual, ...]:
-    """Edges that come along: ``trl_edges.json``, by docs/results/other_trainers/edges.py."""
+    """Edges in the package: ``trl_edges.json``, made by docs/results/other_trainers/edges.py."""
     return packaged("trainers/trl/trl_edges.json", tuple[Residual, ...])
 
 
 def _study_edges(study: Study, _: object) -> tuple[Residual, ...]:
-    """Edges of a study of TRL; UsageError or ModelError for another trainer, family, or no edge."""
+    """Edges of a study of TRL. Raises UsageError for another trainer's study and without an edge,
+    ModelError for a family that is not predicted.
+    """
     refuse_silent(study, "trl")
     return edge_residuals(study, footprint)
 
 
 def refuse(spec: TrialSpec, shape: ModelShape) -> None:
-    """Raise UsageError for what TRL cannot be told, and for heads that no fused kernel takes."""
+    """Raise UsageError for settings that TRL lacks, and for heads that no fused kernel takes."""
     if shape.widest_head > WIDEST_FUSED_HEAD:
         raise UsageError(
             f"nobody measured what TRL takes for {shape.model_type}'s heads of "

@@ -1,9 +1,9 @@
-"""A trial as TRL's configuration files: the emitted words for its settings, the user's own fields
-beside them, and what one trial needs of data, steps and output.
+"""A trial as TRL's configuration files: the emitted fields for its settings, the user's own fields,
+and the trial's data, steps and output.
 
-A user's field stays unless it says the length, the batch, how processes share the work, the data,
-the steps or the output: those are the trial's. What would make a trial prove something else, or
-nothing, is refused by name. Names: as in ``trainers/trl.py``.
+A user's field stays unless it sets the length, the batch, how processes share the work, the data,
+the steps or the output, which the trial sets. A field that would make a trial prove something else,
+or nothing, is refused by name. Source of the names: as in ``trainers/trl/words.py``.
 """
 
 from collections.abc import Mapping
@@ -54,35 +54,34 @@ from highwater.trainers.trl.words import COMMANDS, VERSION, refuse_other_sharing
 CONFIG = "trl.yaml"
 _PROGRAM = "trl"
 TRIED: Mapping[Objective, DocumentKind] = {"sft": "text", "grpo": "prompt"}
-"""Objectives whose trials are written, and the documents that each is given."""
+"""Objectives with trials, and the kind of documents for each."""
 PROMPT_TOKENS = 16
-"""Tokens of a prompt where all the rest of a sequence is generated."""
+"""Tokens of a prompt if all the rest of a sequence is generated."""
 _REWARD = "get_soft_overlong_punishment"
-"""A reward of TRL's own that reads nothing but a completion's length."""
-
+"""A reward of TRL's own that reads only the length of a completion."""
 _DATA = tuple(TRIAL_FIELDS["trl"])
-"""The user's fields about data, which a trial has its own of; and about where a run goes on."""
+"""The user's fields on data, which a trial has itself, and on resuming a run."""
 _REFUSED: Mapping[str, str] = TRIAL_FIELDS["trl, refused"]
-"""Fields that a trial cannot take over, and what to do instead."""
+"""Fields that a trial cannot take over from the user, and hints."""
 _RECOMPUTED = ("gradient_checkpointing", "activation_checkpointing")
-"""Both names that transformers has for one thing."""
+"""The two names that transformers has for recomputation."""
 _OF_ADAPTERS = ("use_peft", "lora_", "load_in_", "bnb_", "use_bnb_", "dtype")
-"""Beginnings of names that LoRA has a word in."""
+"""Prefixes of the fields that LoRA changes."""
 _OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
-"""FSDP's keys that are never the user's: sharding, and saving no whole model at the end."""
+"""FSDP's keys that a trial always sets: sharding, and how the model is saved at the end."""
 _FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
-"""Fields that are emitted where the user has no configuration, and TRL's where there is one."""
+"""Fields that are emitted without a user's configuration; with one, TRL's defaults stand."""
 
 
 class TrialBatch(NamedTuple):
-    """Sequences of a trial."""
+    """Numbers of sequences in a trial."""
 
     micro_batches: int
-    """Micro-batches of a step, which GRPO's groups of completions decide themselves."""
+    """Micro-batches of a step; for GRPO, groups of completions decide the number."""
     rows: int
-    """Sequences of each."""
+    """Sequences of one micro-batch."""
     groups: int
-    """GPUs, or groups of them, that have sequences of their own."""
+    """Number of GPUs, or groups of GPUs, that have their own sequences."""
 
     @property
     def sequences(self) -> int:
@@ -91,7 +90,7 @@ class TrialBatch(NamedTuple):
 
 
 def refuse_untried(spec: TrialSpec, shape: ModelShape) -> None:
-    """Raise UsageError for settings that TRL is not tried with, by name, and what is instead."""
+    """Raise UsageError, by name and with a hint, for settings that trials of TRL do not have."""
     if spec.settings.objective not in TRIED:
         raise UsageError(
             f"trials of TRL are written for {', '.join(TRIED)}, not for {spec.settings.objective}",
@@ -101,7 +100,7 @@ def refuse_untried(spec: TrialSpec, shape: ModelShape) -> None:
 
 
 def refuse_unwritten(spec: TrialSpec, shape: ModelShape) -> None:
-    """Raise UsageError for settings that no configuration of TRL says, tried or predicted."""
+    """Raise UsageError for settings that no configuration of TRL can express."""
     refuse_other_sharing(Cell(settings=spec.settings, layout=spec.layout), shape)
     if spec.settings.holds_logits:
         raise UsageError(
@@ -121,7 +120,9 @@ def batch_of(spec: TrialSpec, base: Mapping[str, Any]) -> TrialBatch:
 
 
 def completion_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
-    """Tokens that GRPO generates, all but a short prompt if not named; UsageError for no prompt."""
+    """Tokens that GRPO generates: the user's number, else all but a short prompt. Raises UsageError
+    if none are left for a prompt.
+    """
     named = base.get("max_completion_length")
     tokens = spec.length_tokens - PROMPT_TOKENS if named is None else int(named)
     if not 0 < tokens < spec.length_tokens:
@@ -135,33 +136,33 @@ def completion_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
 
 
 def document_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
-    """Tokens of each document that the trial is given: of GRPO's the prompt alone."""
+    """Tokens of each document in the trial's data; for GRPO, only the prompt's."""
     if TRIED[spec.settings.objective] == "prompt":
         return spec.length_tokens - completion_tokens(spec, base)
     return spec.length_tokens
 
 
 def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
-    """TRL's and accelerate's files for a trial, over the user's; UsageError for what cannot be."""
+    """TRL's and accelerate's files for a trial, on top of the user's. Raises UsageError."""
     for name, hint in _REFUSED.items():
         if base.config.get(name):
             raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
     emitted = nested(_emitted(launched, has_base=bool(base.config)))
     kept = {name: value for name, value in base.config.items() if name not in (*_DATA, *ENDS)}
     own = {name: emitted[name] for name in _named(launched.spec, emitted)} | _own(launched, base)
-    if scaled := mapping_in(emitted, "model_init_kwargs"):  # beside what the user opens it with
+    if scaled := mapping_in(emitted, "model_init_kwargs"):  # merged with the user's
         own["model_init_kwargs"] = {**mapping_in(base.config, "model_init_kwargs"), **scaled}
     recomputed = next((name for name in _RECOMPUTED if name in kept), None)
     if recomputed is not None and "gradient_checkpointing" in own:
         kept = {name: value for name, value in kept.items() if name not in _RECOMPUTED}
         recomputed = None
-    variables = mapping_in(kept, "env").items()  # the user's but the allocator's: the rung's
+    variables = mapping_in(kept, "env").items()  # the user's, but the allocator's is the rung's
     env = {name: str(value) for name, value in variables if name not in ALLOCATOR_VARIABLES}
     config = {**emitted, **kept, **own, "env": env}
     if recomputed == "activation_checkpointing":
         del config["gradient_checkpointing"]
     launcher, said = _launcher(launched, base.launcher)
-    if recomputed is not None and kept[recomputed]:  # one of both recomputes, not both
+    if recomputed is not None and kept[recomputed]:  # TRL or FSDP recomputes, not both
         launcher.get("fsdp_config", {})["fsdp_activation_checkpointing"] = False
     others = {**ENDS, **own}
     changed = [name for name, value in base.config.items() if others.get(name, value) != value]
@@ -174,7 +175,7 @@ def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
 
 
 def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
-    """Names of what is emitted for settings that are not the default; a ring is always meant."""
+    """Names of emitted fields that replace the user's: of named settings and shared sequences."""
     settings, names = spec.settings, ["optim"] if spec.settings.optimizer != "adamw" else []
     if spec.layout.context_degree > 1:
         names += ["attn_implementation", "packing", "pad_to_multiple_of"]
@@ -186,7 +187,7 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
 
 
 def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
-    """Emit these settings, as far as they are not left to TRL."""
+    """The emitted fields of a trial's settings, without those that are left to TRL."""
     spec, model = launched.spec, str(launched.place.model_directory)
     training = FineTuning(launched.cell, spec.length_tokens, model, launched.yarn, launched.shape)
     values: dict[str, Any] = trl_values(training)
@@ -195,19 +196,19 @@ def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
         for name in _FROM_A_RECOMMENDATION:
             values.pop(name, None)
     elif is_flash and not launched.has_flash:
-        # One row of one document needs no borders, and several need not be laid into one.
+        # One row of one document needs no borders, and several documents need not be packed.
         values |= {"attn_implementation": "sdpa"}
         for name in ("packing", "packing_strategy"):
             values.pop(name, None)
     if spec.device == "cpu":
         values |= {"bf16": False, "use_cpu": True}
-        # FSDP, which recomputes by itself, is on GPUs alone
+        # FSDP, which recomputes otherwise, is used on GPUs only
         values["gradient_checkpointing"] = spec.settings.recompute != "none"
     return values
 
 
 def _own(launched: FinetunerTrial, base: OwnFile) -> dict[str, Any]:
-    """Fields that are the trial's own, whatever the user has."""
+    """Fields that the trial sets, whatever the user's file has."""
     spec, batch = launched.spec, batch_of(launched.spec, base.config)
     own: dict[str, Any] = {
         "model_name_or_path": str(launched.place.model_directory),
@@ -228,7 +229,7 @@ def _own(launched: FinetunerTrial, base: OwnFile) -> dict[str, Any]:
             "generation_kwargs": {**told, "min_new_tokens": tokens},
             "num_generations": _generations(base.config),
             "reward_funcs": [_REWARD],
-            "mask_truncated_completions": False,  # every completion is, so that it has its length
+            "mask_truncated_completions": False,  # all are truncated, to have their length
         }
         return own
     return own | {"max_length": spec.length_tokens}
@@ -237,7 +238,7 @@ def _own(launched: FinetunerTrial, base: OwnFile) -> dict[str, Any]:
 def _launcher(
     launched: FinetunerTrial, base: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Accelerate's file, over the user's own, and what is said of it."""
+    """Accelerate's file, on top of the user's own, and notes. Raises UsageError for conflicts."""
     spec = launched.spec
     if spec.device == "cpu":
         return dict(ON_THE_CPU), ()
@@ -266,7 +267,7 @@ def _generations(base: Mapping[str, Any]) -> int:
 
 
 def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> ForeignCommand:
-    """The command of a trial of TRL, with its files written; raises for what cannot be told."""
+    """Write the files of a trial of TRL and return its command. Raises HighwaterError."""
     check(spec, foreign, home.has_flash)
     folder, base, words = home.folder, own_files(foreign), foreign.command or (_PROGRAM,)
     model = home.prepared(_documents(spec, base, folder))
@@ -285,7 +286,7 @@ def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Foreig
 
 
 def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:
-    """Notes of TRL's trials for readers; raises for what it cannot be told, or without it."""
+    """Notes on a trial of TRL. Raises HighwaterError if TRL is missing or cannot express it."""
     refuse_untried(spec, load_model(spec.model_directory).shape)
     base, program = own_files(foreign), (foreign.command or (_PROGRAM,))[0]
     refuse_no_program(program, "TRL", _PROGRAM, _PROGRAM)
@@ -306,7 +307,7 @@ def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tupl
 
 
 def own_files(foreign: ForeignTrainer) -> OwnFile:
-    """The user's configuration of TRL, and accelerate's that it names; UsageError if unreadable."""
+    """The user's configuration of TRL, with accelerate's file that it names. Raises UsageError."""
     own = own_file(foreign, "name the file that `trl sft --config` takes")
     path = foreign.base_config_path
     return own if path is None else own._replace(launcher=launcher_of(own.config, Path(path)))

@@ -1,5 +1,5 @@
-"""A recommendation as TRL's configuration file. Names: ``trl/trainer/*_config.py`` and
-``model_config.py`` of trl 1.16.0.
+"""A recommendation as TRL's configuration file. Source of the names: ``trl/trainer/*_config.py``
+and ``model_config.py`` of trl 1.16.0.
 
 ``trl sft --config trl.yaml`` starts its processes through accelerate, by the file that
 ``accelerate_config`` names: sharding, offload and shared sequences are there
@@ -54,11 +54,11 @@ class Subcommand(NamedTuple):
 
     name: str
     packs: bool = False
-    """True if it packs sequences into one row, which several GPUs may share; others pad."""
+    """True if sequences are packed into one row, which several GPUs may share; else padded."""
     generates: bool = False
-    """True if it generates completions, by the policy itself: whole groups are a batch."""
+    """True if the policy generates completions, of which whole groups are a batch."""
     precomputes: bool = False
-    """True if the reference's log-probabilities come first: it then takes no memory later."""
+    """True if the reference runs before training, and so takes no memory later."""
 
 
 COMMANDS: Mapping[Objective, Subcommand] = {
@@ -67,7 +67,7 @@ COMMANDS: Mapping[Objective, Subcommand] = {
     "rw": Subcommand("reward"),
     "dpo": Subcommand("dpo", precomputes=True),
 }
-"""TRL's subcommands, by objective; it has none for the others."""
+"""TRL's subcommands, by objective; there are none for other objectives."""
 _PRECOMPUTED = (
     "precompute_ref_log_probs: the reference runs over the whole dataset before training, and then "
     "takes no memory; highwater's runs before each step, from host memory"
@@ -80,13 +80,12 @@ _ATTENTION = {
     "flex_attention": (FLEX,),
 }
 _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
-"""The flag that names the model where nobody said where it lies: TRL's YAML knows no variables."""
+"""Flag that names the model if its directory is unknown: TRL's YAML has no variables."""
 
 
 def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """The file of one of TRL's commands, and accelerate's beside it. Raises UsageError for an
-    objective that it has no command for, for sequences shared among GPUs in others than ``sft``,
-    and for an optimizer that it does not have.
+    """Make the file of one of TRL's commands, and accelerate's. Raises UsageError for an objective
+    without a command, sequences shared among GPUs without ``sft``, and optimizers that TRL lacks.
     """
     cell, shape = chosen.cell, shape_here(found, model_path)
     refuse_untrainable(cell, shape)
@@ -116,7 +115,7 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
 
 
 def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
-    """Refuse an objective, layout or optimizer that TRL lacks; what is offered can be trained."""
+    """Raise UsageError for an objective, layout or optimizer that TRL lacks."""
     is_refused = _obstacle(cell.settings.objective, cell.layout, shape) is not None
     if is_refused and shape is not None:
         refuse_other_sharing(cell, shape)
@@ -125,7 +124,7 @@ def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
 
 
 def refuse_other_sharing(cell: Cell, shape: ModelShape) -> None:
-    """Refuse heads where TRL has a ring, and whatever ``refuse_untrainable`` refuses."""
+    """Raise UsageError for Ulysses if TRL has a ring, and as ``refuse_untrainable`` does."""
 
     def obstacle(objective: Objective, layout: Layout) -> str | None:
         unknown = _obstacle(objective, layout, shape)
@@ -151,7 +150,7 @@ def _by_heads(layout: Layout) -> str:
 
 
 def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) -> str | None:
-    """Why TRL cannot train an objective in a layout, in words; None where it can."""
+    """Reason, in words, why TRL cannot train an objective in a layout; None if it can."""
     unknown = _WORDS.other_objective(objective, COMMANDS, is_written=False)
     if unknown is not None:
         return unknown
@@ -162,7 +161,7 @@ def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) ->
 
 
 def _refuse_optimizer(cell: Cell, sharing: SequenceSharing) -> None:
-    """Raise UsageError for an optimizer that TRL does not have, with what shards the states."""
+    """Raise UsageError for an optimizer that TRL lacks with this way of sharing states."""
     settings, optimizer = cell.settings, cell.settings.optimizer
     _WORDS.refuse_optimizer(settings)
     if sharing == "heads" and other_optimizer(settings):
@@ -193,7 +192,7 @@ def _about_rollout(found: Recommendation) -> list[str]:
 
 
 def _inexpressible(training: FineTuning) -> tuple[str, ...]:
-    """Say what the settings have and TRL has no words for, or other words."""
+    """Parts of the settings that TRL cannot express, or expresses otherwise."""
     settings, sharing = training.cell.settings, training.sharing
     command = COMMANDS[settings.objective]
     said: list[str] = []
@@ -217,7 +216,7 @@ def _inexpressible(training: FineTuning) -> tuple[str, ...]:
 
 
 def trl_values(training: FineTuning) -> dict[str, Value]:
-    """TRL's settings by name: what holds memory, and nothing of what is learned."""
+    """TRL's settings by name: all that decide memory, without the data."""
     settings, layout = training.cell.settings, training.cell.layout
     sharing, model_path = training.sharing, training.model_path
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
@@ -231,14 +230,14 @@ def trl_values(training: FineTuning) -> dict[str, Value]:
     values |= yarn_values(training.yarn, "model_init_kwargs") | _batch_values(training)
     if sharing != "none":
         values["pad_to_multiple_of"] = padded_to(layout, sharing)
-    # FSDP recomputes by itself, and refuses to have it asked of the model too; DeepSpeed does not.
+    # FSDP recomputes by itself, and refuses the model's own recomputation; DeepSpeed does neither.
     values["gradient_checkpointing"] = sharing == "heads" and settings.recompute != "none"
     values["accelerate_config"] = FILE
     return values | {f"env.{name}": value for name, value in environment(settings).items()}
 
 
 def _lora_values(settings: Settings) -> dict[str, Value]:
-    """Adapters as peft has them, without the dropout that is TRL's default."""
+    """Fields of peft's adapters, without the dropout that TRL has by default."""
     lora = settings.adapters
     if lora is None:
         return {}
@@ -247,14 +246,14 @@ def _lora_values(settings: Settings) -> dict[str, Value]:
     values |= listed("lora_target_modules", lora.names or (lora.targets,))
     if lora.base == "nf4":
         values |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}
-        values["bnb_4bit_quant_storage"] = "bfloat16"  # which FSDP handles as it does the model
+        values["bnb_4bit_quant_storage"] = "bfloat16"  # FSDP shards it like the model's dtype
     if settings.traits.gives_scalars:
         values |= {"lora_task_type": "SEQ_CLS", "lora_modules_to_save.0": "score"}
     return values | {"lora_dropout": 0.0}
 
 
 def _colocated(training: FineTuning) -> dict[str, Value]:
-    """What tells TRL of vLLM on the same GPUs; empty where transformers generates."""
+    """Fields for vLLM on the same GPUs; empty if transformers generates."""
     if (rollout := training.rollout) is None:
         return {}
     return {
@@ -268,7 +267,7 @@ def _colocated(training: FineTuning) -> dict[str, Value]:
 
 
 def _batch_values(training: FineTuning) -> dict[str, Value]:
-    """Rows of a batch, which of pairs are two sequences each, and their length."""
+    """Fields for the rows of a batch (a pair is one row of two sequences) and for their length."""
     settings, layout = training.cell.settings, training.cell.layout
     command = COMMANDS[settings.objective]
     rows = settings.sequences_per_micro_batch // settings.traits.documents_together
@@ -277,7 +276,7 @@ def _batch_values(training: FineTuning) -> dict[str, Value]:
         values["gradient_accumulation_steps"] = 1
     if command.generates:
         micro_batches = generation_micro_batches(rows, layout.gpus)
-        # A generated batch is trained on in one step, or in as many as it has micro-batches.
+        # A generated batch is used in one step, or in as many steps as it has micro-batches.
         name = "gradient_accumulation_steps" if settings.accumulates else "steps_per_generation"
         values[name] = micro_batches
         if settings.entropy != "none":
