@@ -105,7 +105,7 @@ def clear_gradients(training: Training, model: nn.Module, optimizer: torch.optim
 
 
 def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
-    """Clip the whole gradient in place to ``max_norm`` (0: not); returns its norm before.
+    """Clip the whole gradient in place to ``max_norm`` (0: no clipping); returns its norm before.
 
     Shards are measured where they are, on the host if offloaded, and one number is summed over the
     ranks on the mesh's device: a collective on the host would need gloo beside NCCL. Norms are in

@@ -332,7 +332,7 @@ class Trainer:
         return [self._context.share_of(batch) for batch in whole]
 
     def _read(self, micro_batches: Iterable[Any], *, trains: bool) -> tuple[list[Batch], int]:
-        """Pack this data rank's micro-batches, and count all tokens; UsageError on every rank."""
+        """Pack this data rank's micro-batches, count all ranks' tokens; all raise if one must."""
         whole: list[Batch] = []
         refusal: HighwaterError | None = None
         try:
@@ -377,7 +377,7 @@ class Trainer:
             )
 
     def _agree(self, refusal: HighwaterError | None) -> None:
-        """Raise on every rank if one refuses: there its own error, elsewhere which rank it was."""
+        """Raise on all ranks if one has a refusal: there its own, elsewhere one that names it."""
         told = every_ranks([int(refusal is not None)], torch.int64, self.training.mesh)
         if refusal is not None:
             raise refusal
