@@ -89,22 +89,22 @@ class HostStateAdamW(torch.optim.AdamW):
         moments = [local_shard(state[name]).view(-1) for name in MOMENTS]
         for start in range(0, own.numel(), self._piece):
             part = slice(start, start + self._piece)
-            there = [moment[part] for moment in moments]
-            yield _Piece(own[part], gradient[part], there, state["step"], group)
+            on_host = [moment[part] for moment in moments]
+            yield _Piece(own[part], gradient[part], on_host, state["step"], group)
 
     def _stream(self, pieces: Iterable["_Piece"], buffers: Tensor) -> None:
         """Update the pieces one after another, each in the next buffer that is free."""
         coming, here, going = self._streams(buffers.device)
         if coming is not None and here is not None:
-            coming.wait_stream(here)  # it may still read from memory that the buffers now take
+            coming.wait_stream(here)  # `here` may still read memory that the buffers now take
         left: list[torch.cuda.Event | None] = [None] * STREAMED_BUFFERS
         for number, piece in enumerate(pieces):
             place = number % STREAMED_BUFFERS
             moments = [buffer[: piece.parameter.numel()] for buffer in buffers[place]]
-            there = piece.moments
-            came = _launch(coming, left[place], _copy, there, moments)
+            on_host = piece.moments
+            came = _launch(coming, left[place], _copy, on_host, moments)
             updated = _launch(here, came, _update, piece, moments)
-            left[place] = _launch(going, updated, _copy, moments, there)
+            left[place] = _launch(going, updated, _copy, moments, on_host)
         if going is not None:
             going.synchronize()
 

@@ -1,7 +1,7 @@
 """Run checkpoints: one folder each, whole or absent, of which the latest and the best are kept.
 
 ``step-000120`` has the shards of each trained model in ``model`` and ``critic``, ``state.json``,
-and ``manifest.json``, which names every other file. It is written as ``step-000120.partial``: all
+and ``manifest.json``, which names every other file. A save writes ``step-000120.partial``: all
 ranks write, and read back what they wrote; the first rank writes the manifest and renames the
 folder when everything is on the disk. Whenever a run is killed, its previous checkpoint is
 intact.

@@ -146,11 +146,11 @@ class ShardReader:
         assert target.numel() == length, f"{name}: a shard of {target.numel()} for {length}"
         filled = 0
         for piece in saved.pieces:
-            there = _range_of(name, piece, saved)
-            both = FlatRange(max(held.start, there.start), min(held.stop, there.stop))
+            part = _range_of(name, piece, saved)
+            both = FlatRange(max(held.start, part.start), min(held.stop, part.stop))
             if both.start < both.stop:
                 filled += both.stop - both.start
-                source = _FlatPlace(self._read(piece), both.start - there.start)
+                source = _FlatPlace(self._read(piece), both.start - part.start)
                 own = _FlatPlace(target, both.start - held.start)
                 _copy(name, source, own, both.stop - both.start)
         if filled != length:
@@ -183,7 +183,7 @@ class ShardReader:
 
 
 class _FlatPlace(NamedTuple):
-    """A tensor, and the index of a flat number in it."""
+    """A tensor, and the index of a number in the flat tensor."""
 
     tensor: Tensor
     first: int

@@ -35,9 +35,8 @@ UseGradients = Callable[[nn.Module, torch.optim.Optimizer], None]
 def train_step(
     training: Training, micro_batches: Sequence[Batch], *, enter: OnPhase = unheard
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Train one step on this rank's micro-batches; returns the whole batch's loss, and norms.
-
-    The first norm is the policy's, the second the critic's if there is one.
+    """Train one step on this rank's micro-batches; returns the whole batch's loss, and the norms of
+    the gradients before clipping: the policy's, then the critic's if there is one.
 
     Gradients are reduced to their shards after every micro-batch: unsharded ones never accumulate.
     """

@@ -70,8 +70,8 @@ class StepResult(NamedTuple):
 class Trainer:
     """A model, its optimizer and all else that a step needs, for a training loop of your own.
 
-    Every rank of the loop makes one, with the same keywords, and calls the same methods in the same
-    order. A process has one at a time: it joins the process group, which ``close`` leaves.
+    Every rank of the loop makes a Trainer, with the same keywords, and calls the same methods in
+    the same order. A process has one at a time: it joins the process group, which ``close`` leaves.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Trainer:
     def step(self, micro_batches: Iterable[Any]) -> StepResult:
         """Train on micro-batches of this data-parallel rank: forward, backward, clip, update.
 
-        Each is a list of documents, which are packed into one row without padding. A document is a
+        A micro-batch is a list of documents, packed into one row without padding. A document is a
         list of token ids, or a mapping with ``input_ids`` and optionally ``labels``, ``reward``,
         ``group`` and ``logprobs``. Documents are at most ``length`` long, a micro-batch ``length``
         times the sequences per micro-batch. Every rank must give the same number of micro-batches.

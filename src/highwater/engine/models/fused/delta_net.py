@@ -84,10 +84,10 @@ class GatedDeltaNet(nn.Module):
         if shared.ring is None:
             return self._of_row(x_TE, sequence_layout)[None]
         assert shared.every is not None, "who is in a ring shares sequences"
-        there, back = sequence_layout.routes_of(shared.rank, x_TE.device)
-        ordered_TE = routed(x_TE, there, back, shared.every)
+        to_row, back = sequence_layout.routes_of(shared.rank, x_TE.device)
+        ordered_TE = routed(x_TE, to_row, back, shared.every)
         out_TE = self._of_row(ordered_TE, sequence_layout)
-        return routed(out_TE, back, there, shared.every)[None]
+        return routed(out_TE, back, to_row, shared.every)[None]
 
     def _of_row(self, x_TE: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the output, (T, E), for a rank's tokens in the order of the row."""

@@ -350,7 +350,7 @@ def _grouped(a: Tensor, b: Tensor, end_X: Tensor) -> Tensor:
     """
     if a.dtype is not torch.float64:
         return F.grouped_mm(a, b, offs=end_X)
-    starts, ends = [0, *end_X[:-1].tolist()], end_X.tolist()  # PyTorch has none in float64
+    starts, ends = [0, *end_X[:-1].tolist()], end_X.tolist()  # grouped_mm has no float64
     each = [slice(*bounds) for bounds in zip(starts, ends, strict=True)]
     if b.ndim == 3:
         return torch.cat([a[rows] @ matrix for rows, matrix in zip(each, b, strict=True)])

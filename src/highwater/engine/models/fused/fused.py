@@ -26,9 +26,8 @@ from highwater.nouns.layout import TILED_EXPERTS
 
 PROOF_SIZE = 32
 PROOF_TOLERANCE = 1e-5
-"""Relative tolerance in float32, for the same operations in another order.
-
-A norm that computes anything else is off by far more."""
+"""Relative tolerance in float32, for the same operations in another order. A norm that computes
+anything else is off by far more."""
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _PROOF_HEADS, _PROOF_KEYS = 4, 2
 _PROOF_ATTENTION = "highwater_proof"

@@ -170,10 +170,10 @@ def _backward(
         for each in norms_D
     )
     leaves = [each if each is None else each.requires_grad_() for each in (*heads_TO, *wide)]
-    there = [each for each in leaves if each is not None]
+    present = [each for each in leaves if each is not None]
     with torch.enable_grad():
         out_TO = attend(*leaves)
-    found = torch.autograd.grad(out_TO, there, gradient_TO)
+    found = torch.autograd.grad(out_TO, present, gradient_TO)
     for parts, each in zip(parts_TO, found, strict=False):
         parts.append(each)
     for number, each in enumerate(found[3:]):
