@@ -38,7 +38,8 @@ class Document(NamedTuple):
     """Each token's own id, or UNTRAINED; a document's first token is never predicted."""
     reward: float = 0.0
     group: int = 0
-    """Number of the group of sequences with one prompt, on all ranks: GRPO compares rewards."""
+    """Number of the group of sequences of one prompt, whose rewards GRPO compares; the same on all
+    data ranks of a step."""
     old_logprobs_L: Tensor | None = None
     """Log-probability of each token when sampled; None: the policy's before the step is used."""
 
@@ -52,7 +53,7 @@ class Batch:
     """Positions of the tokens, counted from 0 in every document."""
     document_lengths: tuple[int, ...]
     trained_positions_N: Tensor
-    """Indices in the row at which trained tokens are predicted: those of the tokens before."""
+    """Indices in ``input_ids_T`` at which trained tokens are predicted: one before their own."""
     labels_N: Tensor
     """Ids of the trained tokens."""
     documents_N: Tensor
@@ -61,7 +62,7 @@ class Batch:
     """Log-probabilities of the trained tokens when they were sampled: NaN in documents without
     them; None if no document has them."""
     ends_P: Tensor
-    """Indices in the row of documents' last tokens."""
+    """Indices in ``input_ids_T`` of documents' last tokens."""
     ended_P: Tensor
     """Number of the document that each of ``ends_P`` is in."""
     rewards: tuple[float, ...]

@@ -82,7 +82,7 @@ def spoken(role: str, said: Said) -> tuple[Message, ...]:
 
 
 def with_system(record: DataRecord, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages after the system text of the record's own field; UsageError for two."""
+    """Return the messages after the record's own system text; UsageError for a second such text."""
     name = record.first("system", "system_prompt")
     text = "" if name is None else record.text(name)
     if not text.strip():

@@ -19,7 +19,7 @@ from highwater.errors import UsageError
 
 
 class DataRecord(NamedTuple):
-    """One record and its place. Methods raise UsageError, with its name, for fields not as said."""
+    """One record and its place. Methods raise UsageError, with its name, for wrong fields."""
 
     fields: Mapping[str, Any]
     row: int
@@ -137,7 +137,7 @@ class DataRecord(NamedTuple):
         return all(told) if told else None
 
     def refuse_flags(self, fields: Mapping[str, Any]) -> None:
-        """Raise UsageError for a field with a number or boolean that ``is_about`` does not pass."""
+        """Raise UsageError for a field with a number or boolean, unless ``is_about`` knows it."""
         for name, value in fields.items():
             if not is_about(name, value) and _has_other_than_texts(value):
                 raise self.refusal(

@@ -328,7 +328,7 @@ class _OpenStep:
         return left
 
     def final_rows(self) -> list[list[Measured]]:
-        """Return the documents of each row, none empty and all about equally long: ranks wait."""
+        """Return the documents of each row, none empty and, as ranks wait, about equally long."""
         rows = self._packing.rows
         balanced: list[list[Measured]] = [[] for _ in rows]
         loads = [(0, at) for at in range(len(rows))]

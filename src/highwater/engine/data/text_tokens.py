@@ -147,7 +147,7 @@ def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Part
 _LOOKED_AT = 20_000
 """Most tokens of a vocabulary that are tried as words."""
 _WORDS = 2_000
-"""Most different words of texts: many, so that experts get different tokens."""
+"""Most words that texts are made of: many, so that experts get different tokens."""
 _ROUNDS = 30
 """Most times that a text is made longer or shorter: one is enough if every word is one token."""
 _LETTERS = ("a", "b", "c", "d")

@@ -178,7 +178,7 @@ def write_adapters(
     config = peft_config(lora, family, base=base)
     if any(
         f".{_WITHIN}" in name for name in tensors
-    ):  # adapt only the text model: a multimodal model's tower has layers of the same names
+    ):  # peft must adapt only the text model: a tower has layers of the same names
         layers = "|".join(sorted({name.split(".")[-3] for name in tensors}))
         config.target_modules = rf"{re.escape(_WITHIN)}(.*\.)?({layers})"
     if gives_scalars:

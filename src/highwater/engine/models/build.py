@@ -189,7 +189,7 @@ def drop_storage(causal_lm: PreTrainedModel) -> None:
 
 
 def tile_mlps(model: Decoder, tiles: int | None) -> None:
-    """Compute all gated MLPs and experts in tiles; ModelError if ``tiles`` are set for neither."""
+    """Compute gated MLPs and experts in tiles; ModelError if ``tiles`` is set and none can be."""
     tiled = fuse_mlps(model.causal_lm, tiles=tiles) + tile_experts(model.causal_lm, tiles=tiles)
     if not tiled and tiles is not None:
         raise ModelError(

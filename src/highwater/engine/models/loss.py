@@ -36,7 +36,7 @@ class TokenStatistics(NamedTuple):
 
 class LogitRange:
     """Smallest and largest logit given to the softmax since the last reset, and sums over tokens of
-    each one's smallest and largest. Costs another pass over the logits, and four device numbers.
+    each one's smallest and largest. Costs a pass over the logits, and four numbers on the device.
     """
 
     def __init__(self) -> None:

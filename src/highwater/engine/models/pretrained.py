@@ -58,7 +58,7 @@ class _File(NamedTuple):
     """Plan of one safetensors file."""
 
     parameters: dict[str, dict[str, Tensor]]
-    """Names in the file, with tensors without storage for shapes, by parameter in memory."""
+    """For each parameter in memory, its tensors in the file by name, on meta for their shapes."""
 
     @property
     def size_bytes(self) -> int:
@@ -194,7 +194,7 @@ def write_beside(
     is_whole: bool = False,
 ) -> int:
     """Write ``config.json`` and copy the tokenizer's files; returns the bytes written. With
-    ``is_whole`` the config is written of the multimodal model whose text model ``model`` is.
+    ``is_whole`` the config is that of the multimodal model that has ``model`` as its text model.
     """
     config = (
         _of_whole(model.config, dtype, source)

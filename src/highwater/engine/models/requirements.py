@@ -80,7 +80,7 @@ _TOLERANCE = 1e-4
 
 
 def prove_rows(transform: LogitTransform, device: torch.device) -> None:
-    """Raise MachineError unless the row kernels on ``device`` give PyTorch's numbers in float64."""
+    """Raise MachineError unless the row kernels on ``device`` agree with PyTorch in float64."""
     generator = torch.Generator().manual_seed(0)
     reach = 4.0 if transform.soft_cap is None else _REACH * transform.soft_cap
     logits_NV = torch.randn(_PROVEN_ROWS, _VOCABULARY, generator=generator)
@@ -103,7 +103,7 @@ def prove_rows(transform: LogitTransform, device: torch.device) -> None:
 def _both_passes(
     logits_NV: Tensor, labels_N: Tensor, upstream_2N: Tensor, transform: LogitTransform
 ) -> tuple[Tensor, ...]:
-    """Return the statistics of logits, and their gradient (in a copy, which it overwrites)."""
+    """Return the statistics of logits, and the gradient, which overwrites a copy of the logits."""
     labels_N, upstream_2N = labels_N.to(logits_NV.device), upstream_2N.to(logits_NV)
     logits_NV = logits_NV.clone()
     of = row_kernels.statistics(logits_NV, labels_N, transform)
@@ -197,7 +197,7 @@ def _hands_on(causal_lm: PreTrainedModel, decoder: _Answering) -> bool:
 def _around(
     causal_lm: PreTrainedModel, backbone: nn.Module, whole: nn.Linear
 ) -> tuple[nn.Module, nn.Linear]:
-    """Return a copy of the family's outermost module around ``backbone``, random; and its head."""
+    """Return a random copy of the family's outer module around ``backbone``, and its small head."""
     name = next(name for name, module in causal_lm.named_modules() if module is whole)
     has_bias = "bias" in dict(whole.named_parameters())
     small = nn.Linear(whole.in_features, _ROWS, bias=has_bias, device="meta")

@@ -73,7 +73,7 @@ class Routers:
         """End a forward pass and return this rank's share of its loss, times the coefficient.
 
         Shares add up over ``group`` (None: this rank) to the sum over documents of tokens times
-        loss. All ranks' shares of all micro-batches, divided by the step's tokens, are its loss.
+        loss. A step's loss is the sum of all ranks' and micro-batches' shares, over its tokens.
         """
         self._following = False
         seen, self._seen = self._seen, []

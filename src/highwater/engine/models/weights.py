@@ -302,7 +302,7 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def names_in_model(causal_lm: PreTrainedModel, saved: Iterable[str]) -> dict[str, str]:
-    """Map the name of every saved tensor to the parameter's in the model, to the name of one expert
+    """Map every saved tensor's name to its parameter's name in the model, to a name of one expert
     if the model joins experts, or to itself if the model has no such tensor.
 
     Raises ModelError for tensors that the family combines in a way that is not known here.

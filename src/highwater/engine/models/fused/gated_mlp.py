@@ -176,7 +176,7 @@ class _Sums:
         self._adapters = [None if each is None else AdapterGradient(each) for each in adapters]
 
     def add(self, index: int, gradient: Tensor, of: Tensor) -> Tensor | None:
-        """Add a tile's share to projection ``index``; returns its adapter's ``x A^T`` gradient."""
+        """Add a tile's share to projection ``index``; returns the gradient of ``x A^T``, if any."""
         matrix, bias, adapter = self._matrices[index], self._biases[index], self._adapters[index]
         if matrix is not None:
             matrix.add(gradient, of)
