@@ -1,1 +1,1 @@
-"""A user's data as tokens: tokenised once, mapped into memory by ranks, laid out into steps."""
+"""A user's data as tokens: tokenised once, mapped into memory by ranks, arranged in steps."""

@@ -1,6 +1,6 @@
 """Batches: documents packed into one row, with everything the step must know about them on the
-host. Documents come from a trial's seed, or from a function of the user's (``module:function``);
-those of the user, also in a loop of their own, are checked here.
+host. Documents come from a trial's seed, or from a user's function (``module:function``) or own
+loop; a user's documents are checked here.
 
 Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N trained tokens among
          those  D documents P documents whose last token this rank has  L tokens of one document
@@ -31,16 +31,17 @@ UNTRAINED = -100
 
 
 class Document(NamedTuple):
-    """One sequence, and what an objective may want to know of it."""
+    """One sequence, with what objectives need besides its tokens."""
 
     ids_L: Tensor
     labels_L: Tensor
-    """The token itself, or UNTRAINED; a document's first token is never predicted."""
+    """Each token's own id, or UNTRAINED; a document's first token is never predicted."""
     reward: float = 0.0
     group: int = 0
-    """The group, sequences of one prompt, by number in all ranks' step: GRPO compares rewards."""
+    """Number of the group of sequences of one prompt, whose rewards GRPO compares; the same on all
+    data ranks of a step."""
     old_logprobs_L: Tensor | None = None
-    """Log-probability of each token when it was sampled; None: under the policy before the step."""
+    """Log-probability of each token when sampled; None: the policy's before the step is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,29 +53,29 @@ class Batch:
     """Positions of the tokens, counted from 0 in every document."""
     document_lengths: tuple[int, ...]
     trained_positions_N: Tensor
-    """Positions from which a trained token is predicted: one before it."""
+    """Indices in ``input_ids_T`` at which trained tokens are predicted: one before their own."""
     labels_N: Tensor
-    """The trained tokens."""
+    """Ids of the trained tokens."""
     documents_N: Tensor
-    """The number of the document that each trained token is in."""
+    """Number of the document that each trained token is in."""
     old_logprobs_N: Tensor | None
-    """Log-probabilities of the trained tokens when they were sampled: NaN in a document whose are
-    not known; None where no document's are."""
+    """Log-probabilities of the trained tokens when they were sampled: NaN in documents without
+    them; None if no document has them."""
     ends_P: Tensor
-    """Positions of documents' last tokens."""
+    """Indices in ``input_ids_T`` of documents' last tokens."""
     ended_P: Tensor
-    """The number of the document that each of these positions is in."""
+    """Number of the document that each of ``ends_P`` is in."""
     rewards: tuple[float, ...]
-    """The reward of each document."""
+    """Reward of each document."""
     groups: tuple[int, ...]
-    """The group of each document."""
+    """Group of each document."""
     padding_tokens: int = 0
-    """Tokens of this rank's share that make all shares one length; no part of the micro-batch."""
+    """Tokens added to this rank's share to make all shares one length; they train nothing."""
     shared: "Shared | None" = None
-    """The micro-batch that this is a rank's share of; None for a whole one."""
+    """Whole micro-batch of which this is a rank's share; None if this is whole."""
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch with its tensors on ``device``."""
+        """Return the batch with its tensors on ``device``."""
         names = (field.name for field in fields(self))
         return replace(
             self, **{n: t.to(device) for n in names if isinstance(t := getattr(self, n), Tensor)}
@@ -82,25 +83,25 @@ class Batch:
 
 
 class Shared(NamedTuple):
-    """A micro-batch that several ranks share, as one of them needs to know it; on the host."""
+    """A micro-batch that several ranks share, as one of these ranks sees it; on the host."""
 
     whole: Batch
     layout: SequenceLayout
     trained_N: Tensor
-    """The number of each of the rank's trained tokens among those of the whole."""
+    """Index of each of the rank's trained tokens among the whole micro-batch's trained tokens."""
 
 
 def share_of(batch: Batch, shared: SequenceGroups) -> Batch:
-    """This rank's share of a micro-batch that it shares with these ranks, or with none."""
+    """Return this rank's share of a micro-batch, which the ranks of ``shared`` have in common."""
     return shard(batch, shared.layout_of(batch.document_lengths), rank=shared.rank)
 
 
 def shard(batch: Batch, layout: SequenceLayout, *, rank: int) -> Batch:
-    """The share of a micro-batch that one rank holds, as the layout says.
+    """Return the share of a micro-batch that the layout gives to one rank.
 
-    What is predicted was fixed over the whole row, so that the last token of a slice or chunk is
-    still followed by its true next one. Padding trains nothing, and nothing sees it.
-    ``document_lengths`` stay those of the whole row.
+    Labels come from the whole row, so that the last token of a slice or chunk predicts its true
+    next token. Padding trains nothing, and no token attends to it. ``document_lengths`` stay those
+    of the whole row.
     """
     share = layout.share_of(rank)
     positions_T = torch.from_numpy(share.positions_T)
@@ -125,7 +126,7 @@ def shard(batch: Batch, layout: SequenceLayout, *, rank: int) -> Batch:
 
 
 def digest(micro_batches: Sequence[Batch]) -> Tensor:
-    """64 bits of all that micro-batches hold, of shape (1,): two that differ have two digests."""
+    """Return a 64-bit digest of all that the micro-batches hold, shape (1,), to compare ranks."""
     found = hashlib.sha256()
     for batch in micro_batches:
         for field in fields(batch):
@@ -169,7 +170,7 @@ def _sampled(documents: Sequence[Document], trained_T: Tensor) -> Tensor | None:
 
 
 def without_first(labels: Tensor) -> Tensor:
-    """The labels of a document, its first token untrained: nothing precedes it."""
+    """Return a document's labels with the first token untrained: nothing precedes it."""
     labels = labels.clone()
     labels[0] = UNTRAINED
     return labels
@@ -178,22 +179,22 @@ def without_first(labels: Tensor) -> Tensor:
 _FIELDS = ("input_ids", "labels", "reward", "group", "logprobs")
 """Fields of a document that is a mapping."""
 _EXAMPLE = "`[{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]`"
-"""One micro-batch, as a hint shows it."""
+"""One micro-batch, as hints show it."""
 _LISTS = f"yield lists of documents: {_EXAMPLE}"
 _MOST_SEEN = 60
 _MOST_GROUPS = 2**63
-"""Ranks tell each other a group's number in 64 bits."""
+"""Bound of a group's number, which ranks exchange in 64 bits."""
 _Fault = tuple[str, str]
-"""A reason why documents cannot be trained, and a hint."""
+"""Reason why documents cannot be trained, and a hint."""
 
 
 def read_documents(
     micro_batch: Any, spec: TrialSpec, *, source: str, vocab_size: int, window_tokens: int | None
 ) -> list[Document]:
-    """The documents of a micro-batch that ``source``, which errors name, yielded.
+    """Return the documents of a micro-batch that ``source``, which errors name, yielded.
 
-    Raises UsageError for what cannot be trained: ``window_tokens`` is the longest document that can
-    be, where only those that every layer attends to whole can. Their sum is not looked at.
+    Raises UsageError for documents that cannot be trained; ``window_tokens`` is the longest that a
+    ring can, None: any. The sum of their lengths is not checked.
     """
     if isinstance(micro_batch, str | bytes | Mapping) or not isinstance(micro_batch, Iterable):
         raise _refused(source, f"{seen(micro_batch)} as a micro-batch", _LISTS)
@@ -215,7 +216,7 @@ def read_documents(
 
 
 def seen(value: Any) -> str:
-    """The text of a value, as much of it as is told."""
+    """Return a value's text for a message, cut after 60 characters."""
     text = repr(value)
     return text if len(text) <= _MOST_SEEN else f"{text[:_MOST_SEEN]}..."
 
@@ -225,7 +226,7 @@ def _refused(source: str, what: str, hint: str) -> UsageError:
 
 
 def _document(document: Any, source: str) -> Document:
-    """A mapping with ``input_ids``, or plain token ids, all trained without ``labels``."""
+    """Read a mapping with ``input_ids``, or plain token ids; without ``labels`` all are trained."""
     is_mapping = isinstance(document, Mapping)
     fields: dict[Any, Any] = dict(cast(Any, document)) if is_mapping else {"input_ids": document}
     unread = [str(name) for name in fields if name not in _FIELDS]
@@ -320,9 +321,9 @@ def _faults_of_numbers(document: Document) -> Iterator[_Fault]:
 
 
 def user_function(source: str, keywords: Iterable[str], *, what: str, define: str) -> Any:
-    """The function that ``source`` names, which is called with these keywords: the user's code, run
-    as it is. No other code comes from the working directory. ``what`` is what it is for, and
-    ``define`` how it is written, in a message.
+    """Return the user's function that ``source`` names, after a check that it takes ``keywords``.
+    No other code comes from the working directory. For messages, ``what`` says what the function
+    is for, and ``define`` how to write it. Raises UsageError if it is not found, or takes others.
     """
     module, colon, name = source.partition(":")
     if not (module and colon and name):
@@ -332,7 +333,7 @@ def user_function(source: str, keywords: Iterable[str], *, what: str, define: st
         )
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # last: a random.py there is nobody's random
+        sys.path.append(here)  # last: a file random.py there must not replace Python's module
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -351,22 +352,24 @@ def user_function(source: str, keywords: Iterable[str], *, what: str, define: st
 def batches(
     spec: TrialSpec, *, vocab_size: int, data_rank: int, window_tokens: int | None = None
 ) -> Iterator[Batch]:
-    """Micro-batches without end for one data-parallel rank: synthetic, or from ``spec.data``.
+    """Yield micro-batches without end for one data-parallel rank: synthetic, or from ``spec.data``.
 
-    ``window_tokens``: the longest document, where every layer has to attend to it whole.
+    ``window_tokens``: longest document that a ring can train; None: any.
 
     Synthetic sequences are numbered, and a number is the same sequence on any layout: data ranks
-    take turns, a micro-batch each, so that a step has the same ones on any number of ranks.
+    take turns, a micro-batch each, so that a step has the same sequences on any number of ranks.
 
-    A function of the user's, ``module:function``, is called with ``data_rank``,
-    ``data_parallel_degree``, ``length_tokens`` and ``sequences`` as keywords, and again when it
-    runs out. It yields micro-batches of ``length_tokens * sequences`` tokens: each a sequence of
-    documents of at most ``length_tokens`` tokens, each document token ids or a mapping with
-    ``input_ids`` and maybe ``labels``, ``reward``, ``group`` and ``logprobs``. ``group`` is a whole
-    number that sequences of one prompt share, in whatever micro-batch and on whatever data rank of
-    the step they are; those without one are one group. ``logprobs`` has a number for every token,
-    which counts where the token is trained on: its log-probability when it was sampled. Of a
-    document without them the policy before the step takes their place.
+    A user's function, ``module:function``, is called with ``data_rank``, ``data_parallel_degree``,
+    ``length_tokens`` and ``sequences`` as keywords, and again when it runs out. It yields
+    micro-batches of ``length_tokens * sequences`` tokens: each a sequence of documents of at most
+    ``length_tokens`` tokens, each document token ids or a mapping with ``input_ids`` and optionally
+    ``labels``, ``reward``, ``group`` and ``logprobs``. ``group`` is a whole number that sequences
+    of one prompt share, in any micro-batch and on any data rank of the step; sequences without it
+    are one group. ``logprobs`` has a number for every token, its log-probability when it was
+    sampled, which is used if the token is trained. For a document without ``logprobs`` those of
+    the policy before the step are used.
+
+    Raises UsageError for documents that cannot be trained, and micro-batches of another size.
     """
     if spec.data is None:
         in_all_ranks = spec.sequences * spec.layout.data_parallel_degree
@@ -407,7 +410,7 @@ def batches(
 
 
 def _sequence(spec: TrialSpec, number: int, *, vocab_size: int) -> Document:
-    """Random tokens, trained on but for the trial's prompt, and a reward; of one group for GRPO."""
+    """Return random tokens, trained except the trial's prompt, with a random reward; group 0."""
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + number)
     ids = torch.randint(vocab_size, (spec.length_tokens,), generator=generator)
     labels = ids.clone()

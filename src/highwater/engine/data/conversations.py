@@ -1,10 +1,11 @@
-"""Conversations as text, by a tokenizer's chat template, and which of it the assistant says.
+"""Conversations as text, by a tokenizer's chat template, and which parts of it the assistant says.
 
-Its turns are where the template says so (``{% generation %}``). Where it does not, they are found
-by proof: what stands before a turn is the conversation so far with the template's own beginning of
-an answer, a beginning of the whole; and its end is where the conversation up to it ends.
+The assistant's turns are where the template marks them (``{% generation %}``). Without marks, they
+are found by proof: a turn begins where the conversation before it, rendered with the template's
+beginning of an answer, ends, if that is a beginning of the whole text; and it ends where the
+conversation up to it, rendered alone, ends.
 
-A template that does not write all of a conversation is refused by the message and the field.
+A template that leaves out a part of a conversation is refused: the error names message and field.
 """
 
 import json
@@ -37,50 +38,50 @@ _BY_THE_TEMPLATE = (
     TypeError,
     ValueError,
 )
-"""Errors that a template raises on a conversation that it is not for."""
+"""Errors that a template may raise on a conversation that it does not support."""
 LIMIT_S = 30.0
-"""Seconds of the processor's time in which a template has to write what one record has."""
+"""Seconds of processor time that a template may take for all texts of one record."""
 _MOST_CHARACTERS, _MOST_TIMES = 4 * MIB, 16
-"""A template writes at most this, and so many times what it is given."""
+"""A template may write so many characters, plus so many times the characters that it is given."""
 _ROOM_BYTES = 512 * MIB
-"""Memory that a template may take beside four bytes for each character it may write."""
+"""Memory that a template may take besides four bytes for each character that it may write."""
 _ENDLESS = (
     "see whether it has a loop without an end: it is `chat_template.jinja`, or `chat_template` in "
     "`tokenizer_config.json`, of the tokenizer's folder"
 )
 _WRITES_IT = "train with a tokenizer whose chat template does, or leave it out of the record"
 _STAND_IN = "HIGHWATER0STANDS0IN"
-"""Stands in the place of a turn's content, to see what the template puts after it."""
+"""Replaces a turn's content, to see what the template writes after it."""
 
 
 class _UnwrittenError(UsageError):
-    """A template does not write all that a conversation says."""
+    """The template does not write all texts of a conversation."""
 
 
 class ChatTemplate:
-    """Renders conversations by the template of a tokenizer."""
+    """Renders conversations by a tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Take the tokenizer's template; it is compiled once, by transformers."""
+        """Keep the tokenizer, whose template transformers compiles once."""
         self._tokenizer = tokenizer
         self._record, self._left_s = "", LIMIT_S
 
     @property
     def writes_the_date(self) -> bool:
-        """True if its text depends on the day."""
+        """True if the template calls ``strftime_now``, so that its text depends on the day."""
         return "strftime_now" in str(self._tokenizer.chat_template)
 
     def text(self, conversation: Conversation, *, prompts: bool = False) -> str:
-        """The conversation, with ``prompts`` up to where the assistant begins to answer.
+        """Render the conversation, with ``prompts`` followed by the beginning of an answer.
 
-        Raises UsageError, with the record's name, where the template refuses it.
+        Raises UsageError, with the record's name, if the template refuses the conversation.
         """
         return self._rendered(conversation, prompts=prompts)[0]
 
     def fitted(self, conversation: Conversation) -> Conversation:
-        """The conversation in the first of the ways to say it that this template writes whole.
+        """Return the conversation in the first form (of ``_ways``) that this template writes whole.
 
-        Raises UsageError, with the message and the field, where it writes none whole.
+        Raises UsageError, with the message and the field, if the template writes no form whole.
         """
         if "developer" not in self._template(conversation):
             conversation = conversation.changed(
@@ -92,18 +93,19 @@ class ChatTemplate:
                 self._refuse_unwritten(way)
             except UsageError as error:
                 if not isinstance(error, _UnwrittenError) and error.__cause__ is None:
-                    raise  # what another way to say it does not mend
+                    raise  # an error that another form of the conversation would not avoid
                 refused.append(error)
             else:
                 return way
-        # What is not written says more than what the template raised.
+        # An unwritten field tells the user more than an error that the template raised.
         raise next((each for each in refused if isinstance(each, _UnwrittenError)), refused[0])
 
     def _refuse_unwritten(self, conversation: Conversation) -> None:
         """Raise UsageError for the first text of a message that the template does not write.
 
-        But for the space in it, it has to stand behind those of the messages before it, the
-        system's anywhere. A short one may do so by chance: what marks it has to be written too.
+        Each text, compared without spaces, has to stand behind the texts of earlier messages, the
+        system's anywhere. A short text may do so by chance, so that a mark added to the text must
+        be written too.
         """
         text = self.text(conversation)
         if conversation.tools and text == self.text(conversation._replace(tools=())):
@@ -113,7 +115,7 @@ class ChatTemplate:
         all_marked = self.text(_marked(conversation))
         written = "".join(text.split())
         ends = [0] * (len(conversation.messages) + 1)
-        """Ends of the texts of the messages before each one."""
+        """Where the texts of each message end in ``written``; first 0, as before any message."""
         for index, (number, field, said) in enumerate(_texts(conversation)):
             is_system = conversation.messages[number]["role"] in ("system", "developer")
             begin = 0 if is_system else max(ends[: number + 1])
@@ -161,10 +163,10 @@ class ChatTemplate:
     def turns(
         self, conversation: Conversation, *, first: int = 0, everything: bool = False
     ) -> list[tuple[str, bool]]:
-        """The text in parts, and which of them are trained: the assistant's turns from message
-        ``first`` on, or ``everything``; without those messages that say that they are not.
+        """Return the text in parts, each with whether it is trained: the assistant's turns from
+        message ``first`` on, or ``everything``; except messages that say that they are not trained.
 
-        Raises UsageError where they cannot be found exactly.
+        Raises UsageError if the turns cannot be found exactly.
         """
         text = self.text(conversation)
         is_marked = _GENERATION.search(self._template(conversation)) is not None
@@ -204,10 +206,10 @@ class ChatTemplate:
         answered: bool = True,
         hint: str | None = None,
     ) -> str:
-        """The text that the assistant answers after the first ``count`` messages: proven to be
-        the beginning of the whole conversation's text.
+        """Return the text of the first ``count`` messages, if ``answered`` with the beginning of
+        an answer: proven to be a beginning of ``text``, the whole conversation's.
 
-        Raises UsageError, with ``hint``, where it is not.
+        Raises UsageError, with ``hint``, if it is none.
         """
         prompt = self.text(conversation.until(count), prompts=answered)
         if not text.startswith(prompt):
@@ -216,7 +218,7 @@ class ChatTemplate:
         return prompt
 
     def _span(self, conversation: Conversation, number: int, text: str) -> tuple[int, int]:
-        """From where to where message ``number`` stands in the whole text."""
+        """Return the start and the end of message ``number`` in the whole text."""
         is_answer = conversation.messages[number]["role"] == "assistant"
         start = 0
         if is_answer or number:
@@ -230,11 +232,11 @@ class ChatTemplate:
         return start, end
 
     def _end(self, conversation: Conversation, number: int, text: str) -> int:
-        """The end of a turn that the template writes otherwise once it is not the last, as those do
-        that leave out what was thought.
+        """Return the end of a turn that the template writes differently if other turns follow, like
+        templates that leave out earlier turns' thoughts.
 
-        With a word in the place of its content, what follows the word in the whole conversation is
-        an end of the real one's text, and begins with what follows it where the turn is the last.
+        Proof: with a word for the turn's content, the text after the word is also the end of the
+        real text, and begins with what follows the word if the turn is the last one.
         """
         messages = list(conversation.messages)
         messages[number] = {**messages[number], "content": _STAND_IN}
@@ -253,7 +255,7 @@ class ChatTemplate:
         self, conversation: Conversation, *, prompts: bool = False, spans: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         template = self._template(conversation)
-        messages = [  # without what is no template's business
+        messages = [  # without the field that only we read
             {name: value for name, value in message.items() if name != "trained"}
             for message in conversation.messages
         ]
@@ -289,7 +291,7 @@ class ChatTemplate:
 
     @contextmanager
     def _limited(self, record: str) -> Generator[None]:
-        """Run the block in what the record has left of ``LIMIT_S`` of this process's time."""
+        """Context manager: end the block once its record has used ``LIMIT_S`` of processor time."""
         if record != self._record:
             self._record, self._left_s = record, LIMIT_S
 
@@ -314,12 +316,12 @@ class ChatTemplate:
 
 
 class _LateError(BaseException):
-    """A template's time is up; no Exception, which jinja2 would take for a refusal."""
+    """A template's time is up. No Exception, which jinja2 would treat as a template's error."""
 
 
 @contextmanager
 def _memory_of(most_bytes: int) -> Generator[None]:
-    """Run the block with at most so much more memory than is taken now; MemoryError past it."""
+    """Context manager: allow the block ``most_bytes`` more memory; past them MemoryError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     taken_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
     bound = taken_pages * resource.getpagesize() + most_bytes
@@ -332,7 +334,7 @@ def _memory_of(most_bytes: int) -> Generator[None]:
 
 
 def _without(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of the spans that no other span covers."""
+    """Return the parts of ``spans`` that none of ``others`` covers."""
     for start, end in others:
         spans = [
             (a, b)
@@ -356,8 +358,8 @@ def _not_found(
 
 
 def _ways(conversation: Conversation) -> Iterator[Conversation]:
-    """The conversation as templates may want it: arguments of tools as an object or as text of
-    JSON, and a message that calls tools without content, with an empty one, or with null.
+    """Yield the conversation in the forms that templates may want: arguments of tools as an object
+    or as JSON text, and messages that call tools without content, with empty content, or null.
     """
 
     def called(message: Message, as_text: bool, content: Message) -> Message:
@@ -381,12 +383,12 @@ def _ways(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _mark(number: int) -> str:
-    """A mark to put after the text of this number, to see if a template writes it."""
+    """Return the mark to add to the text of this number, to see if a template writes the text."""
     return f"HIGHWATER0MARKS{number}HERE"
 
 
 def _marked(conversation: Conversation, only: int | None = None) -> Conversation:
-    """The conversation with a mark after each text, or after one."""
+    """Return the conversation with a mark after each text, or only after text number ``only``."""
     numbers = count()
 
     def change(_: str, text: str) -> str:
@@ -397,7 +399,7 @@ def _marked(conversation: Conversation, only: int | None = None) -> Conversation
 
 
 def _texts(conversation: Conversation) -> list[tuple[int, str, str]]:
-    """The texts that a template has to write: of which message, of which field, and each itself."""
+    """Return the texts that a template has to write, as (message's number, field, text)."""
     found: list[tuple[int, str, str]] = []
     for number, message in enumerate(conversation.messages):
 
@@ -410,7 +412,7 @@ def _texts(conversation: Conversation) -> list[tuple[int, str, str]]:
 
 
 def _with_texts(message: Message, change: Callable[[str, str], str]) -> Message:
-    """The message with each text that a template has to write changed, by its field and itself."""
+    """Return the message, each text that a template has to write being ``change(field, text)``."""
 
     def changed(field: str, value: Any) -> Any:
         if isinstance(value, str):
@@ -441,7 +443,7 @@ def _with_texts(message: Message, change: Callable[[str, str], str]) -> Message:
 
 
 def _as_written(field: str, text: str) -> Iterator[str]:
-    """Ways to write a text, without space: as it is, or as JSON, but no JSON twice."""
+    """Yield the ways to write a text, without spaces: plain, then as JSON unless it is JSON."""
     for form in (text, _as_json(text)[1:-1], json.dumps(text)[1:-1]):
         yield "".join(form.split())
         if field == "arguments":
@@ -449,5 +451,5 @@ def _as_written(field: str, text: str) -> Iterator[str]:
 
 
 def _as_json(value: Any) -> str:
-    """A value as JSON, as ``tojson`` of chat templates writes it."""
+    """Return a value as JSON, like ``tojson`` in chat templates."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,9 +1,9 @@
-"""Data files: what the paths of ``--data`` hold, in an order that is the same everywhere, a digest
-of their bytes, and their records, one after the other, never a whole file in memory.
+"""Data files: the files below the paths of ``--data``, in an order that is the same everywhere, a
+digest of their bytes, and their records, one after the other, never a whole file in memory.
 
 A record knows its name, ``data.jsonl:17``, which every message about it begins with: the line of a
-file of lines, the row of a table. Lines are read here, and not by ``datasets``, which makes dates
-of texts, gives the records of a file one type for a field, and refuses no line by its number.
+file of lines, the row of a table. Lines are read here, and not by ``datasets``, which turns texts
+into dates, gives a field one type in all records of a file, and names no line in its errors.
 """
 
 import gzip
@@ -36,14 +36,14 @@ _KINDS: dict[str, DataKind] = {
 _COMPRESSED: tuple[DataKind, ...] = ("lines", "text")
 """Kinds that may be compressed by gzip."""
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files of ``datasets`` that have no records."""
+"""Names of files of ``datasets`` that have no records."""
 _OWN_CACHE = "cache-"
-"""Prefix of files in which ``datasets`` keeps what it can compute again."""
+"""Prefix of the names of files that are a cache of ``datasets``."""
 _CHUNK_BYTES = 1 << 20
 _LIST_BYTES = 1 << 30
-"""The longest file that is one list, whose bytes are in memory while it is read."""
+"""Largest file that is one JSON list, whose bytes are in memory while it is read."""
 _TABLE_ROWS = 256
-"""Rows of a table that are in memory at a time."""
+"""Rows of a table in memory at a time."""
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 """First bytes of texts in UTF-16."""
@@ -70,14 +70,14 @@ class DataFile(NamedTuple):
 
     path: Path
     name: str
-    """As messages name it: from the last part of the path that was given."""
+    """Name in messages: the path from the last part of the given path on."""
     kind: DataKind
     number: int = 0
-    """Its place among the files of the corpus."""
+    """Index among the files of the corpus."""
 
     @property
     def parts(self) -> tuple[Path, ...]:
-        """The files whose bytes it is made of."""
+        """Files with its bytes: itself, or the files of a saved folder, without caches."""
         if self.kind != "saved":
             return (self.path,)
         return tuple(
@@ -88,22 +88,22 @@ class DataFile(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """True if gzip compressed it."""
+        """True if the file is compressed by gzip."""
         return self.path.suffix.lower() == ".gz"
 
     @property
     def printed(self) -> str:
-        """A command that prints a file of text."""
+        """Shell command that prints a file of lines or text."""
         return f"{'gzip -dc' if self.is_packed else 'cat'} {quote(str(self.path))}"
 
     @property
     def is_list(self) -> bool:
-        """True if a file of JSON is one list of records, as ``json.dump`` writes it."""
+        """True if a JSON file is one list of records, like a list that ``json.dump`` writes."""
         first = next(self.pieces(1 << 16), b"")
         return first.removeprefix(_BOM).lstrip().startswith(b"[")
 
     def command_without(self, names: Sequence[str]) -> str:
-        """A command that writes the file anew without these fields."""
+        """Return a shell command that writes the file anew without these fields."""
         fields = " ".join(map(quote, names))
         if self.kind == "lines":
             each = "json.load(sys.stdin)" if self.is_list else _EACH_LINE
@@ -112,9 +112,9 @@ class DataFile(NamedTuple):
         return f"python3 -c 'import sys; {how}' {quote(str(self.path))} {fields}"
 
     def pieces(self, size: int | None = _CHUNK_BYTES) -> Iterator[bytes]:
-        """The bytes that it holds unpacked, ``size`` at a time, or a line.
+        """Yield the file's unpacked bytes, ``size`` at a time; None: a line at a time.
 
-        Raises UsageError for an archive that breaks off.
+        Raises UsageError for a damaged or cut-off archive.
         """
         number = 0
         with open_regular(self.path) as file:
@@ -139,14 +139,14 @@ class DataFiles(NamedTuple):
 
     files: tuple[DataFile, ...]
     left_out: tuple[str, ...]
-    """Names of texts beside records, which describe them mostly and are not trained."""
+    """Names of text files beside records, which mostly describe these and are not trained."""
 
 
 def data_files(paths: Sequence[str]) -> DataFiles:
-    """The files of these paths, folders with all that is below them, sorted.
+    """Return the files of these paths, folders with all that is below them, sorted.
 
-    Raises UsageError for a path that is missing, unreadable, or of a kind that nobody reads, and
-    for a folder without a file of records or text.
+    Raises UsageError for a path that is missing, unreadable, or of an unknown kind, and for a
+    folder without a file of records or text.
     """
     found: list[DataFile] = []
     left_out: list[str] = []
@@ -181,7 +181,7 @@ def data_files(paths: Sequence[str]) -> DataFiles:
 
 
 def bytes_digest(paths: Sequence[Path]) -> str:
-    """sha256 of the bytes of files one after the other, each with how many they are."""
+    """Return the sha256 of the sha256s of the files' bytes, in order."""
     whole = hashlib.sha256()
     for path in paths:
         with open_regular(path) as stream:
@@ -190,7 +190,7 @@ def bytes_digest(paths: Sequence[Path]) -> str:
 
 
 def _inside(path: Path, name: str) -> Iterator[DataFile]:
-    """A file if it has a kind, and such files below a folder, sorted by name, none hidden."""
+    """Yield a file of a known kind, or all such files below a folder, sorted, none hidden."""
     if not path.is_dir():
         is_packed = path.suffix.lower() == ".gz"
         kind = _KINDS.get((path.with_suffix("") if is_packed else path).suffix.lower())
@@ -202,7 +202,7 @@ def _inside(path: Path, name: str) -> Iterator[DataFile]:
         return
     if (path / "dataset_dict.json").is_file():
         splits = sorted(each.name for each in path.iterdir() if (each / "state.json").is_file())
-        if len(splits) > 1:  # one of them is for tests
+        if len(splits) > 1:  # one of them may be for evaluation
             first = "train" if "train" in splits else splits[0]
             raise UsageError(
                 f"{path} has {len(splits)} splits: {', '.join(splits)}",
@@ -230,9 +230,10 @@ def _refuse_unreadable(path: Path) -> None:
 
 
 def records(file: DataFile) -> Iterator[DataRecord]:
-    """The records of a file, in its order.
+    """Yield the records of a file, in its order.
 
-    UsageError, with file and line, for what cannot be read, and for a file without records.
+    Raises UsageError, with file and line, for a record that cannot be read, and for a file without
+    records; MachineError if the disk fails.
     """
     row = 0
     try:
@@ -252,7 +253,7 @@ def records(file: DataFile) -> Iterator[DataRecord]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without fields that are null, which tables have in rows that lack them."""
+    """Return a value without null fields: tables have these in rows that lack the field."""
     if isinstance(value, Mapping):
         fields = cast(Mapping[str, Any], value).items()
         return {name: _without_nulls(each) for name, each in fields if each is not None}
@@ -287,7 +288,7 @@ def _lines(file: DataFile) -> Rows:
 
 
 def _listed(file: DataFile) -> Rows:
-    """The records of one list, as bytes in memory until it is their turn."""
+    """Yield the records of one list, whose bytes are all in memory; each is decoded in turn."""
     pieces: list[bytes] = []
     for piece in file.pieces():
         pieces.append(piece)
@@ -325,12 +326,12 @@ def _text(data: bytes, file: DataFile, name: str) -> str:
 
 
 def _document(file: DataFile) -> Rows:
-    """A file of text as one record. Its bytes are in memory: the document is a whole."""
+    """Yield a text file as one record, with all its bytes in memory."""
     yield 1, {"text": _text(b"".join(file.pieces()).removeprefix(_BOM), file, file.name)}
 
 
 def _table(file: DataFile) -> Rows:
-    """The rows of Parquet, or of what ``datasets`` saved."""
+    """Yield the rows of a Parquet file, or of a table of ``datasets``, from number 1."""
     package = "pyarrow" if file.kind == "parquet" else "datasets"
     if find_spec(package) is None:
         raise UsageError(

@@ -1,9 +1,9 @@
-"""Messages of a conversation: what a record says in whatever words its maker has (OpenAI, ShareGPT,
-Alpaca, LLaMA-Factory, ms-swift), and which of its texts a chat template has to write.
+"""Messages of a conversation, read from a record with field names and roles of any maker (OpenAI,
+ShareGPT, Alpaca, LLaMA-Factory, ms-swift).
 
 A message has a ``role`` of chat templates, its ``content`` as a text, ``tool_calls`` with a
-function's name and an object of arguments each, and ``trained`` where the record says whether it
-is; what else it has stays.
+function's name and an object of arguments each, and ``trained`` if the record says whether the
+message is. Its other fields are kept.
 """
 
 import json
@@ -16,21 +16,21 @@ Message = Mapping[str, Any]
 
 
 class Conversation(NamedTuple):
-    """Messages, and what else a template may want to know."""
+    """Messages, with the tools and variables that a chat template may use."""
 
     messages: tuple[Message, ...]
     name: str
-    """The record's, for messages to the user."""
+    """Name of the record, for errors."""
     tools: tuple[Mapping[str, Any], ...] = ()
     options: Mapping[str, Any] = {}
     """Variables of the template: ``chat_template_kwargs``."""
 
     def changed(self, change: Callable[[Message], Message]) -> "Conversation":
-        """The conversation with each message changed."""
+        """Return the conversation with ``change`` applied to each message."""
         return self._replace(messages=tuple(map(change, self.messages)))
 
     def until(self, count: int) -> "Conversation":
-        """Its first messages."""
+        """Return the conversation with its first ``count`` messages alone."""
         return self._replace(messages=self.messages[:count])
 
 
@@ -40,29 +40,29 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "function_response", "tool_response", "function"), "tool"),
 }
-"""Roles, as people write them; None: as chat templates do."""
+"""Roles in data, with the chat templates' role for each; None: the same."""
 _CALLS = ("function_call", "tool_call")
 """Roles of ShareGPT and ms-swift whose text is the JSON of a tool call, or of a list of them."""
 _MESSAGES_EXAMPLE = '`[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]`'
 _CALL_EXAMPLE = '`{"name": "add", "arguments": {"a": 1}}`'
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
-"""Names of a call's arguments: OpenAI's, Llama 3.1's, and those of others."""
+"""Names of the field with a call's arguments: OpenAI's, Llama 3.1's, and two more."""
 _QUESTIONS = ("instruction", "question", "query")
-"""Fields that a user asks in, beside ``prompt``; ``input`` goes on with them."""
+"""Fields with a user's question, besides ``prompt``; the text of ``input`` is added to these."""
 
 Said = str | tuple[Message, ...]
-"""A prompt or a response: a text, or messages."""
+"""Prompt or response: a text, or messages."""
 
 
 def said_of(record: DataRecord, name: str, value: Any = None) -> Said:
-    """A field, or one value of a field, that is a text or messages."""
+    """Return a field, or ``value`` of it, as a text or as messages; UsageError if it is neither."""
     value = record.value(name) if value is None else value
     return value if isinstance(value, str) else messages_of(record, name, value)
 
 
 def prompt_of(record: DataRecord) -> Said | None:
-    """The prompt: ``prompt`` as it is, or messages where the record has more of a
-    conversation than that, or asks in another field; None where it asks nothing.
+    """Return a record's prompt: the text of ``prompt`` if the record has nothing else of a
+    conversation, or messages, with system, history and other questions; None without a prompt.
     """
     name = record.first("prompt") or record.first(*_QUESTIONS, "input")
     if name is None:
@@ -77,12 +77,12 @@ def prompt_of(record: DataRecord) -> Said | None:
 
 
 def spoken(role: str, said: Said) -> tuple[Message, ...]:
-    """Messages as they are, and a text as a message."""
+    """Return messages unchanged, and a text as one message of this role."""
     return ({"role": role, "content": said},) if isinstance(said, str) else said
 
 
 def with_system(record: DataRecord, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages after the system's that stands in a field of its own."""
+    """Return the messages after the record's own system text; UsageError for a second such text."""
     name = record.first("system", "system_prompt")
     text = "" if name is None else record.text(name)
     if not text.strip():
@@ -98,7 +98,7 @@ def with_system(record: DataRecord, messages: tuple[Message, ...]) -> tuple[Mess
 
 
 def _history(record: DataRecord) -> tuple[Message, ...]:
-    """Earlier turns: messages, or pairs of what was asked and answered."""
+    """Return the messages of ``history``, given as messages or as pairs of question and answer."""
     turns = record.sequence("history")
     if turns and all(isinstance(turn, Mapping) for turn in turns):
         return messages_of(record, "history")
@@ -114,7 +114,7 @@ def _history(record: DataRecord) -> tuple[Message, ...]:
 
 
 def messages_of(record: DataRecord, name: str, value: Any = None) -> tuple[Message, ...]:
-    """A field that is a list of messages, or one message."""
+    """Return the messages of a field, or of ``value``: a list of messages, or one message."""
     value = record.value(name) if value is None else value
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
@@ -126,7 +126,7 @@ def messages_of(record: DataRecord, name: str, value: Any = None) -> tuple[Messa
 
 
 def conversation_of(record: DataRecord, messages: Sequence[Message]) -> Conversation:
-    """A conversation of these messages, with the record's tools and variables for the template."""
+    """Return these messages as a conversation with the record's tools and template variables."""
     options = record.value("chat_template_kwargs")
     if options is not None and not isinstance(options, Mapping):
         raise record.wrong("chat_template_kwargs", options, "variables of a template", "`{}`")
@@ -134,7 +134,7 @@ def conversation_of(record: DataRecord, messages: Sequence[Message]) -> Conversa
 
 
 def _message(record: DataRecord, name: str, value: Any) -> Message:
-    """One message; the record's name says which."""
+    """Read one message in chat templates' words; ``record.name`` says which, for errors."""
     given = dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else {}
     role_field = "role" if given.get("role") else "from"
     role = str(given.pop(role_field, ""))
@@ -162,11 +162,11 @@ def _message(record: DataRecord, name: str, value: Any) -> Message:
 
 
 _AMBIGUOUS = ("from", "function")
-"""A call for some, and for others what comes back from one, as it is in OpenAI's ``role``."""
+"""Field and role that some use for a call, others for a call's result, like OpenAI's ``role``."""
 
 
 def _content(record: DataRecord, name: str, value: Any) -> str:
-    """A content as a text: its parts as they follow each other."""
+    """Return a message's content as one text, its parts joined; UsageError for other parts."""
     if isinstance(value, str):
         return value
     texts: list[str] = []
@@ -192,7 +192,7 @@ def _calls(record: DataRecord, name: str, value: Any) -> list[Mapping[str, Any]]
 
 
 def _call(record: DataRecord, name: str, value: Any) -> Mapping[str, Any]:
-    """A call as templates want it, whose arguments may be a text of JSON, as OpenAI has them."""
+    """Read a call in templates' form; its arguments may be JSON text, as OpenAI has them."""
     call = dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else {}
     fields = ("name", *_ARGUMENTS)
     function = call.pop("function", None) or {
@@ -215,7 +215,7 @@ def _call(record: DataRecord, name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _tools(record: DataRecord) -> tuple[Mapping[str, Any], ...]:
-    """Tools as templates want them; they may be a text of JSON, and without OpenAI's frame."""
+    """Return tools in templates' form; data may have JSON text, or functions without a frame."""
     name = record.first("tools", "functions") or "tools"
     value = record.value(name)
     tools = _from_json(record, name, value) if value else []

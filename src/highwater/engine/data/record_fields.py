@@ -1,8 +1,8 @@
-"""A record of a data file, and its fields, each of the kind that it has to be: what is not is
-refused by the record's name and the field's, and nothing is rounded or guessed.
+"""A record of a data file, and its fields, read as the types that they must have. An error names
+the record and the field; nothing is rounded or guessed.
 
-Of fields that nobody reads, those about a record, a message or a call are passed over by their
-name, and masks say whether it is trained. Any other text, number, yes or no is refused.
+Fields that were not read are refused if they have a text, a number or a boolean, except those whose
+names are known to be about the record, message or call, and masks, which say if it is trained.
 """
 
 import math
@@ -19,42 +19,42 @@ from highwater.errors import UsageError
 
 
 class DataRecord(NamedTuple):
-    """One record, and where it stands. Methods raise UsageError, naming it, for wrong fields."""
+    """One record and its place. Methods raise UsageError, with its name, for wrong fields."""
 
     fields: Mapping[str, Any]
     row: int
-    """The line in its file, or the row, from 1."""
+    """Line or row in its file, from 1."""
     name: str
-    """``data.jsonl:17``, and further in: ``data.jsonl:17: message 2 of `messages```."""
+    """Name in errors: ``data.jsonl:17``, or ``data.jsonl:17: message 2 of `messages```."""
     file: int
-    """The number of its file among those of the corpus."""
+    """Index of its file in the corpus."""
     command_without: Callable[[Sequence[str]], str]
-    """A command that writes its file anew without fields of these names."""
+    """Function of field names: a shell command that writes the file anew without these fields."""
     read: set[str]
-    """Names of the fields that somebody has read."""
+    """Names of the fields that were read so far."""
 
     def has(self, *names: str) -> bool:
-        """True if the record has all these fields: in a table what a record lacks is None."""
+        """True if the record has all these fields; in tables, fields that it lacks are None."""
         return all(self.fields.get(name) is not None for name in names)
 
     def first(self, *names: str) -> str | None:
-        """The first of these fields that the record has."""
+        """Return the first of these names that the record has a field of; None if it has none."""
         return next((name for name in names if self.has(name)), None)
 
     def value(self, name: str) -> Any:
-        """The value of a field, or None; the field is read by that."""
+        """Return a field's value, None if it is lacking, and note that the field was read."""
         self.read.add(name)
         return self.fields.get(name)
 
     def text(self, name: str) -> str:
-        """A field that is a text."""
+        """Return a field that must be a text."""
         value = self.value(name)
         if not isinstance(value, str):
             raise self.wrong(name, value, "a text", f'`{{"{name}": "some text"}}`')
         return value
 
     def sequence(self, name: str, *, count: int | None = None) -> Sequence[Any]:
-        """A field that is a list, of ``count`` values if that is given."""
+        """Return a field that must be a list, of ``count`` values if that is given."""
         value = self.value(name)
         if not isinstance(value, list | tuple):
             raise self.wrong(name, value, "a list", f'`{{"{name}": [...]}}`')
@@ -66,13 +66,13 @@ class DataRecord(NamedTuple):
         return value
 
     def number(self, name: str, value: Any) -> float:
-        """``value``, of a field or given for it, as a finite number."""
+        """Return ``value``, of field ``name``, as a finite number."""
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise self.wrong(name, value, "a finite number", f'`{{"{name}": 1.0}}`')
         return float(value)
 
     def ids(self, name: str, value: Any, *, vocab_size: int) -> NDArray[np.int64]:
-        """``value`` as token ids that the model knows."""
+        """Return ``value``, of field ``name``, as token ids, which must be below ``vocab_size``."""
         ids = self._numbers(name, value)
         if ids.size and ids.dtype.kind not in "iu":
             raise self.wrong(name, value, "a list of whole numbers", "`[1, 2, 3]`")
@@ -87,7 +87,7 @@ class DataRecord(NamedTuple):
         return ids.astype(np.int64)
 
     def labels(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """The mask of the ids that are trained, as ``labels`` say."""
+        """Return a mask of the trained ids, read from ``labels``: each its id, or UNTRAINED."""
         labels = self._numbers("labels", self.value("labels"))
         is_trained = labels != UNTRAINED
         if labels.shape != ids.shape or (labels[is_trained] != ids[is_trained]).any():
@@ -100,7 +100,7 @@ class DataRecord(NamedTuple):
         return is_trained
 
     def logprobs(self, value: Any, *, count: int) -> NDArray[np.float32]:
-        """``value`` as the log-probabilities of ``count`` tokens, all finite."""
+        """Return ``value`` as log-probabilities, which must be finite, of ``count`` tokens."""
         numbers = self._numbers("logprobs", value)
         if not np.isfinite(numbers).all():
             raise self.wrong("logprobs", value, "finite numbers", "`[-0.5, -1.25]`")
@@ -120,11 +120,11 @@ class DataRecord(NamedTuple):
         return numbers
 
     def mask(self, fields: dict[str, Any]) -> bool | None:
-        """True if a message or a part of one is trained, as those of its fields say that are taken
-        out; None if none does. The record's name says which it is.
+        """Take the mask fields out of a message's, or a part's, ``fields``; return True if they say
+        that it is trained, False if one says that it is not, None if there are none.
 
-        Raises UsageError for a mask that is neither yes nor no, and for any other field with a
-        number, a yes or a no that is not known to be about the message.
+        Raises UsageError for a mask that is not 0, 1 or a boolean, and for another field with a
+        number or boolean, unless its name is known to be about the message.
         """
         told: list[bool] = []
         for name in [name for name in fields if _plain(name) in _MASKS]:
@@ -137,7 +137,7 @@ class DataRecord(NamedTuple):
         return all(told) if told else None
 
     def refuse_flags(self, fields: Mapping[str, Any]) -> None:
-        """Refuse a number, a yes or a no, unless its field is known to be about what has it."""
+        """Raise UsageError for a field with a number or boolean, unless ``is_about`` knows it."""
         for name, value in fields.items():
             if not is_about(name, value) and _has_other_than_texts(value):
                 raise self.refusal(
@@ -146,7 +146,7 @@ class DataRecord(NamedTuple):
                 )
 
     def refuse_masked(self) -> None:
-        """Raise UsageError for a record that says that it is not trained."""
+        """Raise UsageError if a mask among the record's fields says that it is not trained."""
         for name, value in self.fields.items():
             if _says_trained(name, value) is False:
                 raise self.refusal(
@@ -155,8 +155,8 @@ class DataRecord(NamedTuple):
                 )
 
     def refuse_unread(self) -> None:
-        """Refuse a record that is masked, and fields of it that nobody read, unless they are about
-        the record, texts that say again what was read, or beside token ids a mask of ones.
+        """Raise UsageError for a masked record, and for fields that were not read, unless they are
+        about the record, repeat texts that were read, or are a mask of ones beside token ids.
         """
         self.refuse_masked()
         read_texts = {text for name in self.read for text in _texts(self.fields.get(name))}
@@ -180,15 +180,15 @@ class DataRecord(NamedTuple):
 
     @property
     def fields_read(self) -> str:
-        """Names of the fields that somebody has read, for a message."""
+        """Names of the fields that were read so far, for a message."""
         return " and ".join(f"`{name}`" for name in self.fields if name in self.read)
 
     def wrong(self, name: str, value: Any, meant: str, example: str) -> UsageError:
-        """The refusal of a field, or of a part of it, that is not what it has to be."""
+        """Return the error for a field, or a part of it, that is not what is ``meant``."""
         return self.refusal(f"`{name}` is not {meant}: {seen(value)}", f"for example {example}")
 
     def refusal(self, problem: str, hint: str) -> UsageError:
-        """An error that begins with the record's name."""
+        """Return an error that begins with the record's name."""
         return UsageError(f"{self.name}: {problem}", hint=hint)
 
 
@@ -202,7 +202,7 @@ _ABOUT = frozenset(
         *("updated_at", "url", "uuid", "version"),
     }
 )
-"""Fields about what has them, whatever is in them; so are those whose names end in ``_id``."""
+"""Fields that describe a record, message or call, whatever their values; ``..._id`` does too."""
 _NUMBERS = frozenset(
     {
         *("__index_level_0__", "char_count", "checked", "chosen_rating", "chosen_score", "correct"),
@@ -215,19 +215,19 @@ _NUMBERS = frozenset(
         *("votes", "word_count", "year"),
     }
 )
-"""Fields about what has them, where they are a number, a yes or a no."""
+"""Fields that describe a record, message or call, if their value is a number or boolean."""
 _OR_PROMPTS = frozenset({"config", "file", "origin", "source", "topic"})
-"""Fields that some prompt with: about what has them only where all their texts are labels."""
+"""Fields of ``_ABOUT`` in which some data has prompts: they describe if all texts are labels."""
 _LABEL = re.compile(r"[!-~]*")
 _MASKS = {
     **dict.fromkeys(("weight", "train", "training", "trained", "loss"), True),
     "masked": False,
 }
-"""Fields that say whether what has them is trained, and which of their values does."""
+"""Fields that say if their record, message or part is trained, and the value that says it is."""
 
 
 def is_about(name: str, value: Any) -> bool:
-    """True if a field is about what has it, and no part of what is trained."""
+    """True if a field describes its record, message or call, and is no part of what is trained."""
     plain = _plain(name)
     if plain in _OR_PROMPTS and not is_label(value):
         return False
@@ -236,17 +236,17 @@ def is_about(name: str, value: Any) -> bool:
 
 
 def is_label(value: Any) -> bool:
-    """True if each text of a value is one word of ASCII: a name, a path, an address."""
+    """True if each text in a value is one word of ASCII, such as a name, a path, an address."""
     return all(map(_LABEL.fullmatch, _texts(value)))
 
 
 def _plain(name: str) -> str:
-    """``tokenCount``, ``Token-Count`` and ``token count`` as ``token_count``."""
+    """Return ``tokenCount``, ``Token-Count`` and ``token count`` as ``token_count``."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])|[- ]", "_", name).lower()
 
 
 def _says_trained(name: str, value: Any) -> bool | None:
-    """True if a mask says so; None if it is no mask, or its value neither yes nor no."""
+    """True if a mask says "trained", False if "not"; None for other fields and other values."""
     means_trained = _MASKS.get(_plain(name))
     if means_trained is None or isinstance(value, str) or value not in (0, 1):
         return None
@@ -254,7 +254,7 @@ def _says_trained(name: str, value: Any) -> bool | None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts of a value but empty ones and those about it, without the space around them."""
+    """Yield all texts in a value, stripped, except empty ones and those of ``is_about`` fields."""
     if isinstance(value, str):
         yield from (text for text in (value.strip(),) if text)
     elif isinstance(value, Mapping):
@@ -266,7 +266,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _has_other_than_texts(value: Any) -> bool:
-    """True if there is a number, a yes or a no in a value, or what a table has beside them."""
+    """True if a value has a number, a boolean, or another value of tables that is no text."""
     if isinstance(value, Mapping):
         return any(map(_has_other_than_texts, cast(Mapping[str, Any], value).values()))
     if isinstance(value, list | tuple):

@@ -1,12 +1,12 @@
 """Rendering: a record as documents of token ids, and which of the tokens are trained.
 
-A unit is what a step has all of or nothing: of supervised data a document, of preferences a pair,
-the chosen document first, of rollouts all that answer one prompt.
+A unit is a set of documents of which one step has all or none: for supervised data one document,
+for preferences a pair, the chosen document first, for rollouts all responses to one prompt.
 
-A rollout's record is a prompt with all its responses, or one response, whose ``group`` says which
-others answer the same prompt; rewards are in the data, or a function of the user's gives them. A
-pair's is a prompt with two responses, or two whole texts or conversations, whose common beginning
-is the prompt; two lists of messages are responses where an assistant's message comes first.
+A record of rollouts is a prompt with all its responses, or with one response, whose ``group`` says
+which others answer the same prompt; rewards are in the data, or come from a user's function. A
+record of a pair is a prompt with two responses, or two whole texts or conversations, whose common
+beginning is the prompt; lists of messages are responses if they begin with the assistant's.
 
 Shapes:  L tokens of a document
 """
@@ -46,19 +46,19 @@ class TokenDocument(NamedTuple):
     trained_L: NDArray[np.bool_]
     reward: float = 0.0
     logprobs_L: NDArray[np.float32] | None = None
-    """When the tokens were sampled; NaN where they were not."""
+    """Log-probability of each token when it was sampled; NaN for tokens that were not sampled."""
     is_apart: bool = False
-    """True if its prompt and its response were tokenised each by itself."""
+    """True if prompt and response were tokenised separately."""
     is_chat: bool = False
-    """True if a chat template made its text."""
+    """True if the text is from a chat template."""
 
 
 class Unit(NamedTuple):
-    """Documents that one step has all of, or none."""
+    """Documents of which one step has all, or none."""
 
     documents: tuple[TokenDocument, ...]
     group: str | int | None = None
-    """The name of the group that they are a part of; None: they are a unit alone."""
+    """Name of the group that these documents are part of; None: they are a whole unit."""
 
 
 _AS_TEXTS = "write the prompt and what answers it as texts, in the place of messages"
@@ -66,16 +66,18 @@ Render = Callable[[DataRecord], Iterator[Unit]]
 
 
 class Rendering:
-    """Makes documents of what records have, with one tokenizer."""
+    """Tokenises records into documents, with one tokenizer."""
 
     def __init__(self, tokens: TextTokens, *, vocab_size: int) -> None:
-        """``vocab_size``: ids that the model knows are below it."""
+        """``vocab_size``: the model knows the ids below this."""
         self.tokens, self.vocab_size = tokens, vocab_size
 
     def document(
         self, record: DataRecord, parts: Sequence[tuple[str, bool]], *, starts: bool, ends: bool
     ) -> TokenDocument:
-        """The tokens of a text in parts, trained or not, with the tokenizer's beginning and end."""
+        """Tokenise ``parts``, each a text and whether it is trained, into one document; ``starts``
+        and ``ends`` add the tokenizer's start and end tokens. UsageError for ids past the model's.
+        """
         encoded = encode_parts(self.tokens, [text for text, _ in parts], name=record.name)
         pieces = [(ids, trained) for ids, (_, trained) in zip(encoded.ids, parts, strict=True)]
         if starts and self.tokens.start_ids:
@@ -93,10 +95,10 @@ class Rendering:
         return TokenDocument(ids_L, trained_L, is_apart=encoded.is_apart, is_chat=not starts)
 
     def answered(self, record: DataRecord, prompt: Said, response: Said) -> TokenDocument:
-        """A prompt and a response to it, which alone is trained.
+        """Return the document of a prompt and a response, of which only the response is trained.
 
-        Texts follow each other as they are. Messages are a conversation; a text that answers one
-        follows the template's beginning of an answer, as it was sampled.
+        Two texts are joined unchanged. Messages are rendered as a conversation; a text that answers
+        messages follows the template's beginning of an answer, as it was sampled.
         """
         if isinstance(response, str):
             parts = [(self._prompt_text(record, prompt), False), (response, True)]
@@ -114,27 +116,27 @@ class Rendering:
         return self.document(record, parts, starts=False, ends=False)
 
     def conversation(self, record: DataRecord, messages: Sequence[Message]) -> Conversation:
-        """Messages with what the record has beside them, all of which the template writes."""
+        """Return messages, tools and options, in a form that the template writes whole."""
         return self.chat(record).fitted(conversation_of(record, messages))
 
     def ids(self, record: DataRecord, name: str, given: Any = None) -> NDArray[np.int64]:
-        """A field that has token ids, or those ``given`` for it."""
+        """Return the token ids of a field, or those ``given`` for it, checked."""
         value = record.value(name) if given is None else given
         return record.ids(name, value, vocab_size=self.vocab_size)
 
     def prompt_ids(self, record: DataRecord, prompt: Said) -> NDArray[np.int64]:
-        """The tokens that a policy is given to answer a prompt."""
+        """Return the tokens of a prompt, as a policy that answers it is given them."""
         parts = [(self._prompt_text(record, prompt), False)]
         return self.document(record, parts, starts=isinstance(prompt, str), ends=False).ids_L
 
     def _prompt_text(self, record: DataRecord, prompt: Said) -> str:
-        """A text as it is; messages up to the template's beginning of an answer."""
+        """Return a text unchanged; for messages, their text with the beginning of an answer."""
         if isinstance(prompt, str):
             return prompt
         return self.chat(record).text(self.conversation(record, prompt), prompts=True)
 
     def chat(self, record: DataRecord) -> ChatTemplate:
-        """The tokenizer's chat template. Raises UsageError where it has none."""
+        """Return the tokenizer's chat template. Raises UsageError if it has none."""
         if self.tokens.chat is None:
             lacking = "the tokenizer has no chat template"
             if self.tokens.name == "bytes":
@@ -149,8 +151,8 @@ class Rendering:
 
 
 def supervised(rendering: Rendering, record: DataRecord, *, everything: bool) -> Iterator[Unit]:
-    """Render a supervised record: ids, a conversation, a prompt with a response, or a text; the
-    first of these that it has. ``everything``: prompts are trained too.
+    """Render a supervised record as one unit: from its ids, its conversation, its prompt and
+    response, or its text, the first of these that it has. ``everything``: train prompts too.
     """
     response = record.first("completion", "response", "output", "answer")
     if record.has("input_ids"):
@@ -176,7 +178,7 @@ _EXAMPLE = '`{"text": "..."}`, `{"messages": [...]}` or `{"prompt": "...", "comp
 
 
 def without_fields(record: DataRecord, missing: str, example: str) -> UsageError:
-    """The refusal of a record that lacks what it would be trained as."""
+    """Return the error for a record without the field ``missing``, with its fields' names."""
     nulls = {name: "" if record.has(name) else " (which is null)" for name in record.fields}
     names = ", ".join(f"{name}{null}" for name, null in nulls.items())
     problem = f"no `{missing}` among its fields: {names or 'none'}"
@@ -186,7 +188,7 @@ def without_fields(record: DataRecord, missing: str, example: str) -> UsageError
 def _completion(
     rendering: Rendering, record: DataRecord, prompt: Said, name: str, everything: bool
 ) -> TokenDocument:
-    """A prompt with the response in field ``name``: two texts, or a conversation."""
+    """Return the document of a prompt and the response in field ``name``: texts, or messages."""
     response = said_of(record, name)
     if isinstance(prompt, str) and isinstance(response, str):
         parts = [(prompt, False), (response, True)]
@@ -210,7 +212,7 @@ def _conversation(
     first: int,
     everything: bool,
 ) -> TokenDocument:
-    """A conversation; trained are the assistant's turns from message ``first`` on."""
+    """Return a conversation's document; assistant turns from message ``first`` on are trained."""
     conversation = rendering.conversation(record, messages)
     parts = rendering.chat(record).turns(conversation, first=first, everything=everything)
     return rendering.document(record, parts, starts=False, ends=False)
@@ -227,17 +229,17 @@ class RewardFunction:
     """The user's ``module:function``, called with ``prompt``, ``response`` and a ``record``."""
 
     def __init__(self, source: str) -> None:
-        """Find it. Raises UsageError where there is none, or it cannot be called so."""
+        """Find the function. Raises UsageError if it is missing, or takes other keywords."""
         self._source = source
         keywords = ("prompt", "response", "record")
         define = "def reward(*, prompt, response, **_)"
         self.function = user_function(source, keywords, what="reward function", define=define)
 
     def __call__(self, record: DataRecord, prompt: Any, response: Any) -> float:
-        """The reward of a response; UsageError for what the function raises, and for no number."""
+        """Return a response's reward; UsageError if the function raises or gives no number."""
         try:
             value = self.function(prompt=prompt, response=response, record=record.fields)
-        except Exception as error:  # the user's code: whatever it is, they mend it
+        except Exception as error:  # the user's code may raise anything, and they can mend it
             at = traceback.extract_tb(error.__traceback__)[:2][-1]  # the function's own line
             raise record.refusal(
                 f"{self._source} raised {type(error).__name__}: {error}",
@@ -252,7 +254,7 @@ class RewardFunction:
 
 
 class _Sampled(NamedTuple):
-    """One response as its record has it."""
+    """One response with the values that its record has for it, not yet checked."""
 
     text: Any
     """None if the record has ids alone."""
@@ -264,12 +266,12 @@ class _Sampled(NamedTuple):
 def rollouts(
     rendering: Rendering, record: DataRecord, *, grouped: bool, reward: RewardFunction | None
 ) -> Iterator[Unit]:
-    """Render a record of rollouts. ``grouped``: those of one prompt are a unit."""
+    """Render a record of rollouts. ``grouped``: all rollouts of one prompt are one unit."""
     if record.has("input_ids"):
         documents = [_raw(rendering, record, reward)]
     else:
         documents = [_document(rendering, record, each, reward) for each in _responses(record)]
-    # A function is given all of the record.
+    # A reward function is given the whole record, so that no field counts as unread.
     (record.refuse_masked if reward else record.refuse_unread)()
     if not grouped:
         yield from (Unit((document,)) for document in documents)
@@ -279,7 +281,7 @@ def rollouts(
 
 
 def _has_several(record: DataRecord) -> bool:
-    """True if a record has all responses to its prompt, in lists."""
+    """True if a record has lists, with all responses to its prompt."""
     ids = record.fields.get("response_ids")
     is_nested = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     return is_nested or record.first(*_SEVERAL) is not None
@@ -308,7 +310,7 @@ def _responses(record: DataRecord) -> list[_Sampled]:
 def _document(
     rendering: Rendering, record: DataRecord, sampled: _Sampled, reward: RewardFunction | None
 ) -> TokenDocument:
-    """One rollout: from the ids that were sampled where the record has them, else from its text."""
+    """Return one rollout's document: from the sampled ids if the record has them, or its text."""
     prompt = prompt_of(record)
     if prompt is None:
         raise without_fields(record, "prompt", _ROLLOUT_EXAMPLE)
@@ -330,7 +332,7 @@ def _document(
 def _sampled_ids(
     rendering: Rendering, record: DataRecord, prompt: Said, sampled: _Sampled
 ) -> TokenDocument:
-    """The prompt's tokens and those that were sampled, nothing added."""
+    """Return the document of the prompt's tokens and the sampled tokens, with nothing added."""
     response_ids = rendering.ids(record, "response_ids", sampled.ids)
     if record.has("prompt_ids"):
         prompt_ids = rendering.ids(record, "prompt_ids")
@@ -345,7 +347,7 @@ def _sampled_ids(
 
 
 def _raw(rendering: Rendering, record: DataRecord, reward: RewardFunction | None) -> TokenDocument:
-    """A rollout of ids and labels, as a function of ``--data`` would yield it."""
+    """Return the document of a rollout of ids and labels, as for a function of ``--data``."""
     ids_L = rendering.ids(record, "input_ids")
     if not record.has("labels"):
         raise record.refusal(
@@ -389,7 +391,7 @@ def _group(record: DataRecord) -> str | int:
 
 
 def preferences(rendering: Rendering, record: DataRecord) -> Iterator[Unit]:
-    """Render a record with ``chosen`` and ``rejected``: a pair."""
+    """Render a record with ``chosen`` and ``rejected`` as one unit of two documents."""
     for name in ("chosen", "rejected"):
         if not record.has(name):
             raise without_fields(record, name, _PAIR_EXAMPLE)
@@ -423,7 +425,7 @@ def preferences(rendering: Rendering, record: DataRecord) -> Iterator[Unit]:
         whole = [
             rendering.document(record, [(str(said), True)], starts=True, ends=True) for said in pair
         ]
-        # Tokens that both begin with have the same log-probabilities in both: they decide nothing.
+        # Their common first tokens have the same log-probabilities in both: they change nothing.
         shared = _common(*(document.ids_L.tolist() for document in whole))
         documents = [
             document._replace(trained_L=np.arange(len(document.ids_L)) >= shared)
@@ -437,6 +439,6 @@ _PAIR_EXAMPLE = '`{"prompt": "...", "chosen": "...", "rejected": "..."}`'
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Count the values that two sequences begin with alike."""
+    """Return the length of the common beginning of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,15 +1,15 @@
-"""Plans which documents are in which micro-batch (row) of a step, and in an evaluation's.
+"""Plans which documents are in which micro-batch (row) of a step, and of an evaluation.
 
-It is a function of lengths, units, rows and a seed, the same on every machine and for every number
-of ranks, which take turns in a step. An epoch has every document once, in an order of its own; its
-last rows make a step with the first ones of the next. In use it takes some 20 bytes a document.
+A plan is a function of lengths, units, rows and a seed, the same on every machine and for any
+number of ranks, which take turns in a step's rows. An epoch has every document once, in its own
+order; its last rows may make a step with the next epoch's first. A plan takes about 20 bytes a
+document in memory.
 
-Where a unit has to be whole in one row, it goes into the row that it leaves the least room in,
-among the last ones that are open, and if none has room, opens another (best fit). Then the rows are
-shuffled: they close in an order of what was in them. Where a unit's documents may be in any rows of
-one step, step after step is filled, and then laid out so that rows are about alike and none is
-empty: a step that has fewer documents than rows when the next unit does not fit is given a later
-one that does, and the last step one of an earlier step's.
+If a unit must be whole in one row, it goes into the open row in which it leaves the least room, or
+if none has room, opens another (best fit). Then the rows are shuffled, since the order in which
+they fill up depends on their lengths. If a unit's documents may be in any rows of one step, steps
+are filled one after another, then their rows made about equally long and none empty: a step with
+fewer documents than rows takes a later unit that fits, and the last step a unit of an earlier step.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -27,36 +27,36 @@ from highwater.errors import UsageError
 from highwater.units import counted
 
 _OPEN_ROWS = 1024
-"""Rows that a unit is looked a place for in: little is left over, and it stays quick."""
+"""Most open rows in which a place is searched: enough that little is left over, and quick."""
 _NUMBER_BITS = 40
-"""Bits of a row's number, below those of the room in it."""
+"""Low bits of an integer that hold a row's number; the higher bits hold the room in the row."""
 _CHUNK = 1 << 16
-"""Units whose sizes are Python's numbers at a time."""
+"""Units whose sizes are Python integers at a time."""
 _TRIES = 8
-"""Orders of an epoch that are tried before it is given up."""
+"""Orders of an epoch to try before giving up."""
 _LOOKED_AT = 256
-"""Units further on that a step is looked one for among."""
+"""Later units among which one is searched for a step with too few documents."""
 _REPACKED = 2
-"""Times that a step is packed anew to make room for one more unit."""
+"""Most times that a step is packed anew to make room for one more unit."""
 _KEPT_EPOCHS = 2
-"""Epochs that a step may have rows of: mostly one, at its end another."""
+"""Epochs in memory: a step has rows of one, or of the end of one and the start of the next."""
 
 
 Measured = tuple[int, int]
-"""A document: its length, and its number."""
+"""A document's length in tokens, and its number."""
 
 
 class Units(NamedTuple):
-    """The units of a corpus: documents beside each other, that one step has all of or none."""
+    """Units of a corpus: consecutive documents of which one step has all or none."""
 
     lengths: NDArray[np.int64]
     """Tokens of each document."""
     starts: NDArray[np.int64]
-    """The first document of each unit, and past the last one's last."""
+    """Number of each unit's first document; last, the number of all documents."""
 
     @classmethod
     def of(cls, lengths: NDArray[np.int64], units: NDArray[np.int64]) -> Self:
-        """Units of documents whose unit numbers ascend."""
+        """Return the units of documents with these lengths and unit numbers, which must ascend."""
         lengths, units = np.asarray(lengths, np.int64), np.asarray(units, np.int64)
         assert len(lengths) == len(units)
         assert (np.diff(units) >= 0).all()
@@ -65,44 +65,44 @@ class Units(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Units."""
+        """Number of units."""
         return len(self.starts) - 1
 
     @property
     def documents(self) -> NDArray[np.int64]:
-        """Documents of each unit."""
+        """Number of documents in each unit."""
         return np.diff(self.starts)
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """Tokens of each unit."""
+        """Tokens in each unit."""
         return np.add.reduceat(self.lengths, self.starts[:-1])
 
     def items(self, unit: int) -> list[Measured]:
-        """The documents of a unit."""
+        """Return the documents of a unit, with their lengths."""
         documents = range(int(self.starts[unit]), int(self.starts[unit + 1]))
         return [(int(self.lengths[number]), number) for number in documents]
 
 
 class EpochRows(NamedTuple):
-    """The rows of an epoch, one after the other."""
+    """Rows of an epoch, one after the other."""
 
     documents: NDArray[np.int64]
     starts: NDArray[np.int64]
-    """Places among the documents at which rows begin, and the end of the last one."""
+    """Index in ``documents`` at which each row begins; last, the number of all documents."""
 
     @property
     def total(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.starts) - 1
 
     def row(self, number: int) -> tuple[int, ...]:
-        """The documents of a row."""
+        """Return the documents of a row."""
         return tuple(self.documents[self.starts[number] : self.starts[number + 1]].tolist())
 
 
 class StepPlan:
-    """Tells which documents are in which row of which step."""
+    """Knows which documents are in which row of every step."""
 
     def __init__(
         self,
@@ -117,9 +117,9 @@ class StepPlan:
         """Plan documents of these ``lengths`` and ``units``, ascending, in steps of
         ``micro_batches`` rows of at most ``row_tokens`` tokens.
 
-        ``spread_units``: documents of a unit may be in several rows of one step, as those of a
-        group of rollouts; else one row has all of them, as of a pair. Raises UsageError where a
-        unit fits nowhere, or documents are too few for the rows.
+        ``spread_units``: documents of a unit may be in several rows of one step, like a group of
+        rollouts; else one row has all of them, like a pair. Raises UsageError if a unit fits
+        nowhere, or documents are too few for the rows.
         """
         if not len(lengths):
             raise UsageError("a corpus without documents", hint="name data: `--data data.jsonl`")
@@ -129,17 +129,17 @@ class StepPlan:
         self._spread = spread_units
         self._epoch = lru_cache(maxsize=_KEPT_EPOCHS)(self._packed)
         self._ends = [0]
-        """The number of rows up to the end of each epoch that is known; 0 before the first."""
+        """Number of rows up to the end of each epoch that is planned; first, 0."""
         self._know_next()
 
     def step(self, number: int) -> tuple[tuple[int, ...], ...]:
-        """The documents of each row of a step; the first step is 1."""
+        """Return the documents of each row of a step; the first step is 1."""
         assert number >= 1
         end = number * self._rows
         return tuple(self._row(row) for row in range(end - self._rows, end))
 
     def _row(self, row: int) -> tuple[int, ...]:
-        """A row by its number among those of all epochs."""
+        """Return a row by its number among the rows of all epochs."""
         while self._ends[-1] <= row:
             self._know_next()
         epoch = bisect_right(self._ends, row) - 1
@@ -154,10 +154,10 @@ class StepPlan:
 
 
 def shuffled(count: int, *key: int) -> NDArray[np.int64]:
-    """The numbers below ``count`` in an order that ``key`` decides, on any machine.
+    """Return the numbers below ``count`` in an order that depends on ``key`` alone.
 
-    It is that of PCG64's own output: what numpy makes of it in ``permutation`` may change with a
-    version, the bits may not. Source: NEP 19, https://numpy.org/neps/nep-0019-rng-policy.html.
+    PCG64's raw output is sorted: numpy's ``permutation`` may change with a version, the raw bits
+    may not. Source: NEP 19, https://numpy.org/neps/nep-0019-rng-policy.html.
     """
     bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(bits, kind="stable")
@@ -166,10 +166,10 @@ def shuffled(count: int, *key: int) -> NDArray[np.int64]:
 def evaluation_rows(
     lengths: NDArray[np.int64], units: NDArray[np.int64] | None, *, row_tokens: int
 ) -> list[tuple[int, ...]]:
-    """Rows of at most ``row_tokens`` tokens.
+    """Return the documents of an evaluation's rows, in order, at most ``row_tokens`` tokens a row.
 
-    ``units``: documents of one unit, which ascend, stay in one row, as those of a pair; None: each
-    is by itself. A unit that is larger than a row has one of its own.
+    ``units``: ascending unit numbers; a unit's documents stay in one row, like a pair's. None: each
+    document is a unit. A unit that is larger than a row gets a row alone.
     """
     found = Units.of(lengths, np.arange(len(lengths)) if units is None else units)
     rows: list[list[int]] = []
@@ -184,9 +184,9 @@ def evaluation_rows(
 
 
 def pack_rows(units: Units, *, row_tokens: int, seed: int, epoch: int) -> EpochRows:
-    """The rows of an epoch, in the order in which they are trained.
+    """Return the rows of an epoch, every unit whole in one row, in the order of training.
 
-    Raises UsageError where a unit is larger than a row.
+    Raises UsageError if a unit is larger than a row.
     """
     sizes = units.sizes
     largest = int(sizes.argmax())
@@ -214,10 +214,10 @@ def pack_rows(units: Units, *, row_tokens: int, seed: int, epoch: int) -> EpochR
 def _best_fit(
     sizes: NDArray[np.int64], order: NDArray[np.int64], row_tokens: int
 ) -> NDArray[np.int64]:
-    """The row of each unit in this order, rows numbered as they are opened."""
+    """Return the row of each unit in this order, with rows numbered as they are opened."""
     row_of = np.empty(len(order), np.int64)
     smallest = int(sizes.min())
-    open_rows: list[int] = []  # ascending: the room in each, and its number in the lower bits
+    open_rows: list[int] = []  # ascending: a row's room, with its number in the lower bits
     opened = 0
     for start in range(0, len(order), _CHUNK):
         chunk: list[int] = sizes[order[start : start + _CHUNK]].tolist()
@@ -239,10 +239,10 @@ def _best_fit(
 
 
 def fill_steps(units: Units, *, row_tokens: int, rows: int, seed: int, epoch: int) -> EpochRows:
-    """The rows of an epoch, all of each step one after the other.
+    """Return the rows of an epoch, step after step; a unit's documents are in rows of one step.
 
-    Raises UsageError where a unit is larger than a step, or documents are too few for its rows. An
-    epoch whose orders all leave a row empty has the steps of the first, in another order.
+    Raises UsageError if a unit is larger than a step, or documents are too few for its rows. If all
+    orders of a later epoch leave a row empty, it gets the steps of the first epoch, shuffled.
     """
     _refuse_no_step(units, row_tokens, rows)
     for number in range(_TRIES):
@@ -267,17 +267,17 @@ class _Packing(NamedTuple):
 
     rows: list[list[Measured]]
     rooms: list[tuple[int, int]]
-    """Ascending: the room in each row, and the row's number."""
+    """Tokens of room in each row, and the row's index, ascending."""
 
     @classmethod
     def of(cls, rows: Iterable[list[Measured]], row_tokens: int) -> Self:
-        """These rows, of which each may have so many tokens."""
+        """Return the packing of these rows, each of at most ``row_tokens`` tokens."""
         rows = list(rows)
         tokens = (sum(length for length, _ in row) for row in rows)
         return cls(rows, sorted((row_tokens - count, at) for at, count in enumerate(tokens)))
 
     def adding(self, items: Iterable[Measured]) -> "_Packing | None":
-        """The rows with these documents too, by best fit, longest first; None without room."""
+        """Return the rows with these documents added, by best fit, longest first; None: no room."""
         rows, rooms = [list(row) for row in self.rows], list(self.rooms)
         for item in sorted(items, reverse=True):
             found = bisect_left(rooms, (item[0], -1))
@@ -290,7 +290,7 @@ class _Packing(NamedTuple):
 
 
 class _OpenStep:
-    """One step while it is filled: rows are kept free for long documents."""
+    """One step while it is filled; best fit keeps rows free for long documents."""
 
     def __init__(self, packing: _Packing, row_tokens: int) -> None:
         self.units: dict[int, list[Measured]] = {}
@@ -300,11 +300,11 @@ class _OpenStep:
 
     @property
     def lacks_documents(self) -> bool:
-        """True if a row would be empty."""
+        """True if the step has fewer documents than rows, so that a row would be empty."""
         return self._documents < len(self._packing.rows)
 
     def take(self, unit: int, items: list[Measured]) -> bool:
-        """Take a unit, packing anew a few times if need be; false if it does not fit."""
+        """Add a unit, for which a step is packed anew at most twice; False if it does not fit."""
         if sum(length for length, _ in items) > sum(room for room, _ in self._packing.rooms):
             return False
         packing = self._packing.adding(items)
@@ -320,7 +320,7 @@ class _OpenStep:
         return True
 
     def without(self, unit: int) -> "_OpenStep":
-        """The step without a unit, the other documents where they are."""
+        """Return the step without a unit, with all other documents in the same rows."""
         gone = set(self.units[unit])
         rows = ([item for item in row if item not in gone] for row in self._packing.rows)
         left = _OpenStep(_Packing.of(rows, self._row_tokens), self._row_tokens)
@@ -328,7 +328,7 @@ class _OpenStep:
         return left
 
     def final_rows(self) -> list[list[Measured]]:
-        """The documents of each row, about as many tokens in each: ranks wait. None is empty."""
+        """Return the documents of each row, none empty and, as ranks wait, about equally long."""
         rows = self._packing.rows
         balanced: list[list[Measured]] = [[] for _ in rows]
         loads = [(0, at) for at in range(len(rows))]
@@ -341,7 +341,7 @@ class _OpenStep:
         else:
             return balanced
         for row in rows:
-            if not row:  # it gets the shortest document of the row that has the most
+            if not row:  # take the shortest document of the row with the most documents
                 donor = max(rows, key=len)
                 row.append(donor.pop(donor.index(min(donor))))
         return rows
@@ -350,7 +350,7 @@ class _OpenStep:
 def _filled_steps(
     units: Units, order: NDArray[np.int64], row_tokens: int, rows: int
 ) -> list[list[Iterable[int]]] | None:
-    """The documents of each row of each step of an epoch; None where a row would be empty."""
+    """Return the documents of each row of each step of an epoch; None if a row would be empty."""
     waiting = deque(order.tolist())
     steps: list[_OpenStep] = []
     while waiting:
@@ -372,7 +372,7 @@ def _filled_steps(
 
 
 def _lend(steps: list[_OpenStep], poor: _OpenStep) -> None:
-    """Give a step units that others can spare, until it has enough or none can."""
+    """Move units of other steps, which can spare them, to ``poor`` until it has enough."""
     for at, rich in enumerate(steps):
         if rich is poor:
             continue
@@ -398,7 +398,7 @@ def _refuse_no_step(units: Units, row_tokens: int, rows: int) -> None:
             f"{counted(documents, 'document')} for {rows} rows a step",
             hint=f"use `--rows {documents}`",
         )
-    # A smaller one always fits: by halves rows are full.
+    # Smaller units fit: longest documents first, a row without room is at least half full.
     for unit in np.flatnonzero(units.sizes > rows * row_tokens // 2).tolist():
         items = units.items(unit)
         if _Packing.of(([] for _ in range(rows)), row_tokens).adding(items) is None:

@@ -2,9 +2,9 @@
 into its memory; and the manifest of such a folder, or of a checkpoint: size and checksum of every
 file in it.
 
-A folder is made beside its place and moved there when all of it is on the disk, its manifest
-written last: what is there is whole, or was damaged by somebody. Whoever opens a corpus reads every
-byte once to see which: a second for each 1 to 2 GB.
+A folder is written elsewhere, its manifest last, and moved to its place when all of it is on the
+disk: a folder in its place is whole, unless damaged later. Opening a corpus reads every byte once
+to check this: a second for each 1 to 2 GB.
 """
 
 import hashlib
@@ -42,18 +42,18 @@ _SUMMARY = "corpus.json"
 _NAMES = "names.json"
 _AGAIN = "type the same command again: the data is tokenised once more"
 _SMALL_VOCABULARY = 1 << 16
-"""Ids below it are kept in two bytes, others in four."""
+"""Largest vocabulary whose ids are stored in two bytes; larger ones take four."""
 _TOKEN_FILES = {"trained": "u1", "logprobs": "<f4"}
-"""Files with a number for each token, beside the ids."""
+"""Files, with their dtypes, of one number a token, besides ids."""
 _DOCUMENT_FILES = {"units": "<i8", "files": "<i4", "rows": "<i8", "rewards": "<f8"}
-"""Files with a number for each document, beside where it begins."""
+"""Files, with their dtypes, of one number a document, besides offsets."""
 
 
 class CorpusWriter:
-    """Writes a corpus, unit after unit; a folder that was not finished is gone at the end."""
+    """Context manager that writes a corpus unit by unit, and removes one that is not finished."""
 
     def __init__(self, directory: Path, *, vocab_size: int) -> None:
-        """Write into ``directory``, which is new. Raises MachineError where the disk refuses."""
+        """``directory`` is made when the block begins; MachineError if the disk refuses."""
         self._directory = directory
         ids_type = "<u2" if vocab_size <= _SMALL_VOCABULARY else "<u4"
         self._types = {"ids": ids_type, **_TOKEN_FILES, **_DOCUMENT_FILES, "offsets": "<i8"}
@@ -62,14 +62,14 @@ class CorpusWriter:
         self._last_unit = -1
         self._is_ordered, self._has_logprobs, self._is_finished = True, False, False
         self.unit_documents = array("i")
-        """The number of documents of each unit."""
+        """Number of documents of each unit."""
         self.histogram: Counter[int] = Counter()
-        """Documents by their length, rounded up to a power of two."""
+        """Number of documents by length in tokens, rounded up to a power of two."""
         names = ("documents", "units", "tokens", "trained_tokens", "longest_tokens")
         self.counts = dict.fromkeys(names, 0)
-        """Counts of what was written, as ``Corpus`` has them."""
+        """Counts so far, under the names that ``Corpus`` has for them."""
         self.apart = self.chats = 0
-        """Documents whose prompts were tokenised by themselves, and that a chat template made."""
+        """Numbers of documents with a separately tokenised prompt, and from a chat template."""
 
     def __enter__(self) -> Self:
         with disk_errors(self._directory):
@@ -81,14 +81,14 @@ class CorpusWriter:
 
     def __exit__(self, *_: object) -> None:
         for stream in self._open.values():
-            with suppress(OSError):  # what is still to be written may have no room
+            with suppress(OSError):  # closing writes what is buffered, and the disk may be full
                 stream.close()
         if not self._is_finished:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def add(self, unit: Unit, *, file: int, row: int) -> None:
-        """Write the documents of a unit, of a row of a file; those of one group of a file are one
-        unit, wherever they stand in it. Raises MachineError where the disk refuses.
+        """Write the documents of a unit, read from ``row`` of a file; units of one file with the
+        same group become one unit. Raises MachineError if the disk refuses.
         """
         number = self.counts["units"]
         if unit.group is not None:
@@ -104,7 +104,7 @@ class CorpusWriter:
                 self._add(document, (number, file, row))
 
     def finish(self, summary: Corpus, names: Sequence[str]) -> None:
-        """Write the rest, the manifest last; ``names`` are the files'. Raises MachineError."""
+        """Write ``names`` of data files, ``summary`` and the manifest. Raises MachineError."""
         with disk_errors(self._directory):
             for stream in self._open.values():
                 _flush(stream)
@@ -142,12 +142,12 @@ class CorpusWriter:
 
 
 class OpenCorpus:
-    """A corpus whose files are mapped into memory: what nobody reads takes none."""
+    """A corpus whose files are mapped into memory, so that unread parts take none."""
 
     def __init__(
         self, directory: Path, summary: Corpus, names: Sequence[str], checked: Collection[str]
     ) -> None:
-        """Map the files, ``checked`` to be as written; UsageError where the summary differs."""
+        """Map ``checked`` files, which are as written; UsageError if the summary disagrees."""
         self.summary = summary
         self._names, self._directory, self._checked = names, directory, checked
         ids_path = directory / "ids.bin"
@@ -159,7 +159,7 @@ class OpenCorpus:
         for types, count in ((of_tokens, summary.tokens), (_DOCUMENT_FILES, summary.documents)):
             self._column |= {name: self._mapped(name, types[name], count) for name in types}
         self.units: NDArray[np.int64] = self._column["units"]
-        """The unit of each document, ascending."""
+        """Unit number of each document, ascending."""
         self.lengths: NDArray[np.int64] = np.diff(self._column["offsets"])
         """Tokens of each document."""
         if int(self._column["offsets"][-1]) != summary.tokens:
@@ -167,11 +167,11 @@ class OpenCorpus:
 
     @property
     def largest_id(self) -> int:
-        """The largest token id; every id is read."""
+        """Largest token id; every id is read to find it."""
         return int(self._column["ids"].max(initial=0))
 
     def document(self, number: int) -> Document:
-        """A document, as the engine trains it; its group is its unit."""
+        """Return a document as the engine trains it; its group is its unit's number."""
         where = slice(*self._column["offsets"][number : number + 2].tolist())
         ids_L = torch.from_numpy(self._column["ids"][where].astype(np.int64))
         is_trained_L = torch.from_numpy(self._column["trained"][where].astype(np.bool_))
@@ -189,7 +189,7 @@ class OpenCorpus:
         )
 
     def name_of(self, number: int) -> str:
-        """The name of a document by its origin: ``data.jsonl:17``."""
+        """Return a document's name, which says where its record is: ``data.jsonl:17``."""
         file, row = (int(self._column[name][number]) for name in ("files", "rows"))
         return f"{self._names[file]}:{row}"
 
@@ -202,7 +202,7 @@ class OpenCorpus:
 
 
 def open_corpus(directory: str | Path) -> OpenCorpus:
-    """The corpus in a folder, every byte as written; UsageError for none, or a damaged one."""
+    """Open the corpus in a folder, after a check of every byte; UsageError if none, or damaged."""
     directory = Path(directory)
     if not directory.is_dir():
         raise UsageError(f"no corpus at {directory}", hint=_AGAIN)
@@ -222,7 +222,7 @@ def open_corpus(directory: str | Path) -> OpenCorpus:
 
 @contextmanager
 def disk_errors(directory: Path) -> Generator[None]:
-    """Turn what a disk refuses within the block into a MachineError that says where."""
+    """Context manager: turn an OSError of the block into a MachineError that names the folder."""
     try:
         yield
     except OSError as error:
@@ -233,7 +233,7 @@ def disk_errors(directory: Path) -> Generator[None]:
 
 
 def _sort_by_unit(directory: Path, types: dict[str, str]) -> None:
-    """Write every file anew, the documents of a unit beside each other."""
+    """Rewrite every file, so that the documents of a unit are consecutive."""
     units = np.fromfile(directory / "units.bin", dtype="<i8")
     offsets = np.fromfile(directory / "offsets.bin", dtype="<i8")
     order = np.argsort(units, kind="stable")
@@ -269,29 +269,29 @@ MANIFEST_FILE = "manifest.json"
 
 
 class FileRecord(Record, frozen=True, kw_only=True):
-    """The size and the checksum of one file."""
+    """Size and checksum of one file."""
 
     size_bytes: int
     sha256: str
 
 
 class Manifest(Record, frozen=True, kw_only=True):
-    """All files of a folder but this one, by their paths in it."""
+    """Records of all files in a folder except the manifest, by their paths in the folder."""
 
     files: Mapping[str, FileRecord]
     files_digest: str
-    """Digest of the above: of a damaged manifest it does not say that the files are."""
+    """Digest of ``files``, by which a damaged manifest is told from damaged files."""
 
 
 def record_of(path: Path) -> FileRecord:
-    """The record of a file; its bytes are read."""
+    """Return the record of a file, whose bytes are all read."""
     with open_regular(path) as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(size_bytes=file.tell(), sha256=checksum)
 
 
 def write_manifest(directory: Path, files: Mapping[str, FileRecord]) -> None:
-    """Write the manifest, onto the disk, and the folders' names of their files."""
+    """Write the manifest, and flush it and the folders' entries to the disk."""
     ordered = dict(sorted(files.items()))
     manifest = Manifest(files=ordered, files_digest=digest(ordered))
     write_whole(directory / MANIFEST_FILE, to_json(manifest, indent=2).encode(), durably=True)
@@ -300,7 +300,7 @@ def write_manifest(directory: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a folder; UsageError where there is none, or it is damaged."""
+    """Read the manifest of a folder; UsageError if there is none, or it is damaged."""
     path = directory / MANIFEST_FILE
     try:
         manifest = from_json(read_file(path, most_bytes=INDEX_BYTES), Manifest)
@@ -327,7 +327,7 @@ def check_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> No
 
 
 def damage(path: Path, why: str) -> UsageError:
-    """The error about a damaged file; whoever knows another checkpoint has a better hint."""
+    """Return the error for a damaged file, with a general hint that callers may replace."""
     return UsageError(
         f"{path} is damaged: {why}", hint="go on from another checkpoint: `--resume-from`"
     )

@@ -1,5 +1,5 @@
-"""Text to token ids, by a tokenizer of a local directory, else byte by byte; and texts of exactly
-so many tokens. No text is cut, as a tokenizer would silently.
+"""Text to token ids, by a tokenizer of a local directory, else byte by byte; also texts of an exact
+number of tokens. No text is cut, which a tokenizer may do silently.
 """
 
 import random
@@ -15,7 +15,7 @@ from highwater.engine.data.conversations import ChatTemplate
 from highwater.errors import ModelError, UsageError
 
 BYTE_END_ID = 256
-"""The id that ends a document whose tokens are bytes: the first past theirs."""
+"""Id that ends a document of bytes: the first that is no byte."""
 BYTE_VOCABULARY = BYTE_END_ID + 1
 _PROBE = "a"
 _ALL_THAT_IS_SAID = (
@@ -30,33 +30,33 @@ class Bytes:
 
     name = "bytes"
     start_ids: tuple[int, ...] = ()
-    """Tokens before a text that is not rendered by a chat template."""
+    """Tokens before a text that is not from a chat template."""
     end_id = BYTE_END_ID
-    """The end-of-text token."""
+    """End-of-text token."""
     chat: ChatTemplate | None = None
-    """None if there is no template for conversations."""
+    """Template for conversations; None if there is none."""
     chat_template = _ALL_THAT_IS_SAID
-    """The stand-in for a template where lengths alone are asked for."""
+    """Stand-in for a template, used if only lengths are asked for."""
     special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def get_chat_template(self, *_: object) -> str:
-        """The stand-in, whatever it is to write."""
+        """Return the stand-in, with or without tools."""
         return self.chat_template
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of bytes, without ends."""
+        """Return the text of bytes, without ``BYTE_END_ID``."""
         return bytes(number for number in ids if number != BYTE_END_ID).decode("utf-8", "replace")
 
 
 class Tokenizer:
-    """A tokenizer of transformers, from a local directory, without code of the directory's."""
+    """A tokenizer of transformers, from a local directory, whose own code is not run."""
 
     def __init__(self, directory: Path) -> None:
-        """Open it. Raises UsageError where it cannot be, or ends no text."""
+        """Open the tokenizer; UsageError if this fails, or it has no end-of-text token."""
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 directory, trust_remote_code=False, local_files_only=True
@@ -74,7 +74,7 @@ class Tokenizer:
                 hint=f"name one as `eos_token` in {quote(str(directory))}/tokenizer_config.json",
             )
         self.end_id = int(self._tokenizer.eos_token_id)
-        # What the tokenizer itself puts before a text.
+        # Find the tokens that the tokenizer adds before a text.
         bare, whole = self.encode(_PROBE), self.encode(_PROBE, add_special_tokens=True)
         starts = range(len(whole) - len(bare) + 1)
         begin = next((at for at in starts if whole[at : at + len(bare)] == bare), 0)
@@ -83,7 +83,7 @@ class Tokenizer:
         self.chat = ChatTemplate(self._tokenizer) if has_template else None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text without special tokens around it; those in the text are themselves."""
+        """Return a text's ids: no special tokens around it, but those that the text spells."""
         given = self._tokenizer(
             text,
             add_special_tokens=add_special_tokens,
@@ -95,30 +95,30 @@ class Tokenizer:
         return list(given["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens too, nothing tidied up."""
+        """Return the exact text of ids, with special tokens and all spaces."""
         how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(list(ids), **how))
 
 
 TextTokens = Bytes | Tokenizer
-"""Either turns texts into tokens."""
+"""A way to turn texts into token ids."""
 
 
 class Parts(NamedTuple):
-    """A text in parts, as tokens."""
+    """Tokens of a text that has parts."""
 
     ids: tuple[list[int], ...]
     """Token ids of each part."""
     is_apart: bool
-    """True if a token would reach from one part into the next, so each was tokenised by itself."""
+    """True if parts were tokenised separately, as a token would reach from one into the next."""
 
 
 def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Parts:
-    """The tokens of each part of a text.
+    """Return the tokens of each part of a text.
 
-    Together they are those of the whole text, wherever its tokens end where the parts do. Where one
-    would not, each part is tokenised by itself, as a model sees a prompt alone before it responds;
-    they are proven to spell the same text. UsageError, naming the record, where neither can be.
+    They are the whole text's tokens if tokens end where parts do. Otherwise each part is tokenised
+    separately, as a model sees a prompt alone before it responds, and is proven to spell the same
+    text. Raises UsageError, naming the record, if it does not.
     """
     apart = tuple(tokens.encode(part) if part else [] for part in parts)
     whole = apart[0] if len(parts) == 1 else tokens.encode("".join(parts))
@@ -145,20 +145,19 @@ def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Part
 
 
 _LOOKED_AT = 20_000
-"""Tokens of a vocabulary that are looked at for words."""
+"""Most tokens of a vocabulary that are tried as words."""
 _WORDS = 2_000
-"""Words that texts are made of: different ones, so that experts get different tokens."""
+"""Most words that texts are made of: many, so that experts get different tokens."""
 _ROUNDS = 30
-"""Times that a text is made longer or shorter: one is enough where every word is one token."""
+"""Most times that a text is made longer or shorter: one is enough if every word is one token."""
 _LETTERS = ("a", "b", "c", "d")
 
 
 def exact_texts(
     tokenizer: Any, *, length_tokens: int, count: int, seed: int, end: str
 ) -> list[str]:
-    """``count`` different texts of exactly so many tokens, with the ``end`` that a trainer adds.
-
-    Raises ModelError where no text of that length is found.
+    """Return ``count`` texts, different by ``seed`` and number, of ``length_tokens`` tokens each,
+    counting the ``end`` that a trainer adds. Raises ModelError if no such text is found.
     """
     words, between = single_words(tokenizer, seed=seed), " "
     if not words:
@@ -174,7 +173,7 @@ def exact_texts(
 
 
 def single_words(tokenizer: Any, *, seed: int) -> list[str]:
-    """Words that are one token each, behind a space too; none where every letter is a token."""
+    """Return words that are one token each, also after a space; none if every letter is a token."""
     vocabulary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
     random.Random(seed).shuffle(vocabulary)
     words: list[str] = []
@@ -194,7 +193,7 @@ def _exact(
     length_tokens: int,
     numbers: random.Random,
 ) -> list[str]:
-    """Words that are so many tokens together, with what the tokenizer adds."""
+    """Return words of ``length_tokens`` tokens together, as ``tokens`` counts them, or raise."""
     chosen = numbers.choices(words, k=max(1, length_tokens))
     tried: set[int] = set()
     for _ in range(_ROUNDS):

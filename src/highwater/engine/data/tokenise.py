@@ -1,10 +1,10 @@
 """The process that tokenises a corpus once, without a GPU: ``python -m
 highwater.engine.data.tokenise ORDER.json REPORT.json PARENT_FOLDER``.
 
-The folder of the report is where the corpus is made, on the disk of the parent folder, in which it
-is kept under its digest: of all that its tokens may depend on, and of nothing else, so that the
-same data in another folder is the same corpus. A corpus that is there is not made again. Large data
-is rendered in several processes, with the same documents in the same order.
+The corpus is made in the report's folder, which has to be on the disk of the parent folder, and is
+then moved into the latter, named by a digest of all that its tokens may depend on, and of nothing
+else: the same data in another folder is the same corpus. An existing corpus is not made again.
+Large data is rendered in several processes, with the same documents in the same order.
 """
 
 import inspect
@@ -48,23 +48,23 @@ from highwater.units import MIB, counted
 
 
 class LengthLimit:
-    """Cuts units to a length, and counts what it did. A document's first token is never predicted:
-    one of which no other is trained is left out.
+    """Cuts units to a length, and counts cuts. A document without a trained token is left out; its
+    first token does not count, as it is never predicted.
     """
 
     def __init__(self, order: CorpusOrder) -> None:
         self._length, self._choice = order.length_tokens, order.long_documents
         self._pairs = TRAITS[order.objective].pairs
-        """True if a unit is left out whole where one of its documents is."""
+        """True if a whole unit is left out with one of its documents."""
         self.counts = dict.fromkeys(("truncated", "truncated_tokens", "split", "empty"), 0)
-        """Counts of what was cut and left out, as ``Corpus`` has them."""
+        """Counts of cut and left-out documents, under the names that ``Corpus`` has for them."""
         self.longest_tokens = 0
-        """The longest document before it was cut."""
+        """Tokens of the longest document, before cuts."""
 
     def __call__(self, unit: Unit, *, name: str) -> Iterator[Unit]:
-        """The units that are trained of a unit, without those of which nothing is.
+        """Yield what is trained of a unit: one unit, one for each piece of a split, or none.
 
-        UsageError, naming the record, for a document that is too long where none may be.
+        Raises UsageError, naming the record, for too long a document if these are to be refused.
         """
         lengths = (len(document.ids_L) for document in unit.documents)
         self.longest_tokens = max(self.longest_tokens, *lengths)
@@ -115,16 +115,16 @@ def _slice(document: TokenDocument, start: int, end: int) -> TokenDocument:
 
 
 _WRITTEN_AS = 2
-"""Counted up where the same order makes other files."""
+"""Version of the files, counted up when the same order would make other files."""
 _OF_A_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("additional_chat_templates/*", "vocab*", "merges.txt", "*.model", "tekken.json"),
 )
-"""Names of the files that a tokenizer is made of."""
+"""Patterns of the names of a tokenizer's files."""
 
 
 def corpus_digest(order: CorpusOrder, files: Sequence[DataFile], reward: Any | None) -> str:
-    """16 digits that name what an order makes of these files with its ``reward`` function."""
+    """Return 16 digits that name an order's corpus of these files with this reward function."""
     data = [(file.name, bytes_digest(file.parts)) for file in files]
     choices = (
         *(order.objective, order.length_tokens, order.vocab_size),
@@ -145,7 +145,7 @@ def _tokenizer_digest(directory: str | None) -> object:
     found = {path for pattern in _OF_A_TOKENIZER for path in folder.glob(pattern)}
     files = ((str(path.relative_to(folder)), path) for path in found if path.is_file())
     digests = sorted((name, bytes_digest([path])) for name, path in files)
-    family = None  # by which transformers chooses a tokenizer's class where its files do not say
+    family = None  # decides the class of a tokenizer whose files do not name one
     with suppress(OSError, ValueError, AttributeError):
         config = json.loads(read_file(folder / "config.json", most_bytes=CONFIG_BYTES))
         family = str(config.get("model_type"))
@@ -153,7 +153,7 @@ def _tokenizer_digest(directory: str | None) -> object:
 
 
 def main() -> None:
-    """Tokenise what the order says, or leave word why it cannot be."""
+    """Tokenise what the order says, or write a report with the error."""
     parent = Path(sys.argv[3])
 
     def work(order: CorpusOrder, scratch: Path) -> Corpus:
@@ -163,9 +163,9 @@ def main() -> None:
 
 
 def tokenise(order: CorpusOrder, parent: Path, *, scratch: Path, on_phase: OnPhase) -> Corpus:
-    """The corpus of an order, in a folder below ``parent``, made in ``scratch`` if need be.
+    """Return the corpus of an order, in a folder below ``parent``, made in ``scratch`` if new.
 
-    Raises UsageError for data that cannot be trained on, and MachineError where the disk refuses.
+    Raises UsageError for data that cannot be trained on, and MachineError if the disk refuses.
     """
     on_phase("reading the data")
     found = data_files(order.data)
@@ -178,7 +178,7 @@ def tokenise(order: CorpusOrder, parent: Path, *, scratch: Path, on_phase: OnPha
             return open_corpus(place).summary
         except UsageError as error:
             notes = (f"{error.problem}: the data was tokenised once more",)
-        with disk_errors(parent):  # who has it open keeps what is open
+        with disk_errors(parent):  # processes that have it open keep their files
             place.rename(scratch / "damaged")
     made = scratch / "corpus"
     summary = _make(order, found, reward, made, place, on_phase)
@@ -186,7 +186,7 @@ def tokenise(order: CorpusOrder, parent: Path, *, scratch: Path, on_phase: OnPha
         try:
             made.rename(place)
         except OSError:
-            if not place.is_dir():  # else somebody made the same meanwhile
+            if not place.is_dir():  # else another process made the same corpus meanwhile
                 raise
     return msgspec.structs.replace(summary, notes=(*notes, *summary.notes))
 
@@ -199,7 +199,7 @@ def _make(
     place: Path,
     on_phase: OnPhase,
 ) -> Corpus:
-    """Write the corpus into ``made``, which is gone again where that fails."""
+    """Write the corpus into ``made``, which is removed if this fails; return its summary."""
     tokens, traits = _tokens(order), TRAITS[order.objective]
     rendering = Rendering(tokens, vocab_size=order.vocab_size)
     if traits.pairs:
@@ -211,7 +211,7 @@ def _make(
         render = partial(rollouts, rendering, grouped=grouped, reward=reward)
     limit = LengthLimit(order)
     with CorpusWriter(made, vocab_size=order.vocab_size) as writer:
-        # A function of the user's runs in this process alone.
+        # A user's function runs in this process alone.
         processes = 1 if reward is not None else processes_for(found.files)
         everything = chain.from_iterable(map(records, found.files))
         rows = rendered(everything, render, processes=processes)
@@ -255,7 +255,7 @@ def _write(
     writer: CorpusWriter,
     on_phase: OnPhase,
 ) -> None:
-    """Write the units of every record, and say twice a second how far that is."""
+    """Write the units of every record, and tell ``on_phase`` every ``TOLD_S`` seconds how many."""
     told = 0.0
     for count, (record, units) in enumerate(rows, 1):
         if time.monotonic() - told > TOLD_S:
@@ -311,16 +311,16 @@ def _notes(
 
 
 _CHUNK = 32
-"""Records that go to a process at a time."""
+"""Records sent to a process at a time."""
 _WAITING = 3
-"""Chunks for each process that are read ahead."""
+"""Chunks read ahead for each process."""
 _MOST_PROCESSES = 32
 _WORTH_BYTES = 16 * MIB
-"""Data from which on more processes than this one are worth their start."""
+"""Size of data above which starting more processes saves time."""
 
 
 def processes_for(files: Sequence[DataFile]) -> int:
-    """Processes that render these files: this one alone where they are small."""
+    """Return the number of processes to render these files: 1 if they are small."""
     size = sum(path.stat().st_size for file in files for path in file.parts)
     return min(_MOST_PROCESSES, len(os.sched_getaffinity(0))) if size > _WORTH_BYTES else 1
 
@@ -328,7 +328,7 @@ def processes_for(files: Sequence[DataFile]) -> int:
 def rendered(
     records: Iterable[DataRecord], render: Render, *, processes: int
 ) -> Iterator[tuple[DataRecord, list[Unit]]]:
-    """Each record with the units that it is, in the order of the records.
+    """Yield each record with its units, in the order of the records.
 
     Raises UsageError for the first record that is refused.
     """
@@ -342,7 +342,7 @@ def rendered(
             for record in records:
                 waiting.append(record)
                 yield record
-        except HighwaterError as error:  # what was read before it comes first
+        except HighwaterError as error:  # passed on, so that earlier records are yielded first
             yield error
 
     loader = DataLoader[Any](
@@ -361,14 +361,14 @@ def rendered(
 
 
 class _Rendered(NamedTuple):
-    """The dataset of a loader, whose indices are the records themselves."""
+    """Dataset for a DataLoader, whose indices are the records themselves."""
 
     render: Render
 
     def __getitems__(
         self, records: Sequence[DataRecord | HighwaterError]
     ) -> list[list[Unit] | HighwaterError]:
-        """The units of each record, up to the first that is refused."""
+        """Return the units of each record, up to and with the first error."""
         found: list[list[Unit] | HighwaterError] = []
         for record in records:
             try:

@@ -1,5 +1,5 @@
-"""Adapters: LoRA on a model that was built on meta. peft puts them there; our layers replace peft's
-once a small trial has shown that they compute the same.
+"""Adapters: LoRA on a model that was built on meta. peft adds them to its layers; our own layers
+replace peft's, after a small proof has shown that they compute the same.
 
 peft decides which linear layers have an adapter, their names, and the files for others to load.
 """
@@ -30,7 +30,7 @@ from highwater.nouns.objective import EXPERT_MATRICES, Lora, expert_targets
 NAME = "default"
 """Name that peft gives to a model's only adapter."""
 _WITHIN = "model.language_model."
-"""Where a multimodal model has its text model."""
+"""Prefix of the names that a text model's modules have in its multimodal model."""
 A, B = f"lora_A.{NAME}.weight", f"lora_B.{NAME}.weight"
 """Suffixes of the names of an adapter's two parameters."""
 
@@ -79,7 +79,7 @@ def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) 
 
 
 def _linear_names(causal_lm: PreTrainedModel) -> list[str]:
-    """Return the names that only linear layers have, except the head."""
+    """Return the last parts of names that only linear layers have, and not the head, sorted."""
     head = causal_lm.get_output_embeddings()
     named: dict[str, list[nn.Module]] = {}
     for name, module in causal_lm.named_modules():
@@ -115,8 +115,8 @@ def is_adapter(name: str) -> bool:
 
 
 def fill_adapter(name: str, parameter: nn.Parameter, *, seed: int, device: torch.device) -> None:
-    """Fill this rank's rows of an adapter, alike on any number of ranks: B with zeros, so that the
-    model begins unchanged; A like peft, within plus or minus 1 over the root of its inputs.
+    """Fill this rank's rows of an adapter's matrix, with the same values on any number of ranks: B
+    with zeros, so that the model begins unchanged; A evenly in +-1 / sqrt(inputs), like peft.
     """
     local = local_shard(parameter.detach())
     if name.endswith(B):
@@ -147,9 +147,9 @@ def without_adapters(model: nn.Module) -> Generator[None]:
 
 
 def name_for_peft(name: str, *, is_of_text: bool = False) -> str:
-    """Return the name in peft's files of an adapter's parameter, from the causal LM's.
+    """Return the name in peft's files of an adapter's parameter, from its name in the causal LM.
 
-    ``is_of_text``: peft puts it on the multimodal model whose text model that is.
+    ``is_of_text``: peft adds the adapters to a multimodal model, whose text model this is.
     """
     name = name.replace(f".{NAME}.", ".")
     return "base_model.model." + (name.replace("model.", _WITHIN, 1) if is_of_text else name)
@@ -178,7 +178,7 @@ def write_adapters(
     config = peft_config(lora, family, base=base)
     if any(
         f".{_WITHIN}" in name for name in tensors
-    ):  # only there: a tower has layers of the same names
+    ):  # peft must adapt only the text model: a tower has layers of the same names
         layers = "|".join(sorted({name.split(".")[-3] for name in tensors}))
         config.target_modules = rf"{re.escape(_WITHIN)}(.*\.)?({layers})"
     if gives_scalars:
@@ -216,8 +216,8 @@ def _prove_experts(peft: Any, experts: Any, family: str) -> None:
 def _compare(
     peft: Any, theirs: nn.Module, ours: Callable[[], nn.Module], call: tuple[Tensor, ...]
 ) -> None:
-    """Raise MachineError unless a layer of peft's and ours, which takes over its parts, have the
-    same output and gradients of a call.
+    """Raise MachineError unless peft's layer and ours, which takes over its parts, give the same
+    output and gradients when called with ``call``.
     """
     generator = torch.Generator().manual_seed(1)
     trained = [p for p in theirs.parameters() if p.requires_grad]

@@ -51,7 +51,7 @@ def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrained
         # as transformers does if the files hold both, with different values
         config.tie_word_embeddings = False
     # Attention takes None as hidden size / heads, but transformers' YaRN would multiply by None.
-    # A config of layers with unlike heads raises where it is asked for one size of them all.
+    # Read from to_dict: a config with several head sizes raises if asked for its one head_dim.
     if config.to_dict().get("head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     taken = inspect.signature(type(config).__init__).parameters
@@ -84,23 +84,23 @@ def build(
     """Return the sharded model, its shards on the mesh's device or, with offload, on the host.
     Weights are from safetensors in ``directory`` if there are any, else random.
 
-    It is a LanguageModel with this loss; without one a ScalarModel, whose head is random unless the
-    files have ``score.weight``. Sharding starts from a model without storage. With FSDP2 a rank
+    With a ``loss`` this is a LanguageModel, without one a ScalarModel, whose head is random unless
+    the files have ``score.weight``. Sharding starts from a model without storage. With FSDP2 a rank
     never holds more than its own shards; FSDP1 cuts one layer after the other
-    (engine/parallel/fsdp1.py), and its model is a wrapper that has every attribute of the model.
-    ``attention`` is what registry.register returned. ``mlp_tiles`` None: MLPs are tiled if that
-    costs no time. ``head_groups`` divide the key/value heads of every layer. With ``lora`` the
-    model is frozen in ``master_dtype``, or its linear layers in NF4; its adapters, and a
-    ScalarModel's head, are trained in float32 or wider. With ``host`` what recomputed layers keep
-    lies in host memory.
+    (engine/parallel/fsdp1.py), and returns a wrapper that has every attribute of the model.
+    ``attention``: result of registry.register. ``mlp_tiles`` None: MLPs are tiled if that costs no
+    time. ``head_groups``: groups of key/value heads in every layer. With ``lora`` the model is
+    frozen in ``master_dtype``, or its linear layers in NF4; its adapters, and a ScalarModel's head,
+    are trained in float32 or wider. ``host``: memory for what recomputed layers keep; None: that
+    stays on the device.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     wide = master_dtype if lora is None else torch.promote_types(master_dtype, torch.float32)
     transform = getattr(model, "logit_transform", PLAIN)
     if mesh.device_type == "cuda" and not transform.is_plain:
         prove_rows(transform, torch.device("cuda"))
-    # Tiles compute products twice. With recomputation that is free, else done only on demand
-    # and for experts with adapters.
+    # Tiles compute products twice. With recomputation that is free; without it, MLPs are tiled only
+    # on demand and for experts with adapters.
     has_adapters = lora is not None and expert_targets(config.model_type, lora)
     if recompute != "none" or mlp_tiles is not None or has_adapters:
         tile_mlps(model, mlp_tiles)
@@ -108,7 +108,7 @@ def build(
     device = torch.device(mesh.device_type)
     with weights.opened(directory) as files:
         saved = files and files.renamed(names_in_model(model.causal_lm, files.names))
-        if lora is not None:  # after names are read: a layer with an adapter has others
+        if lora is not None:  # after names are read: adapters change the names of their layers
             add_adapters(model.causal_lm, lora, dtype=wide)
             model.lora = lora
             if isinstance(model, ScalarModel):
@@ -122,7 +122,7 @@ def build(
         how: dict[str, Any] = {"mesh": mesh, "compute_dtype": compute_dtype, "offload": offload}
         if strategy == "fsdp":  # cut and filled one layer after the other
             model = cast(Decoder, shard_flat(model, layers, materialise=fill.one_unit, **how))
-        else:  # cut without storage, which the shards alone then get
+        else:  # cut before there is storage, so that only shards get any
             shard(model, list(layers), **how)
             if lora is not None and lora.base == "nf4":
                 # packed one layer after the other: the whole model is never in memory unpacked
@@ -177,7 +177,7 @@ def build_on_meta(
 
 
 def drop_storage(causal_lm: PreTrainedModel) -> None:
-    """Move to meta what the family's class made elsewhere: Fill gives all values."""
+    """Move tensors that the family's class made elsewhere to meta: Fill gives all values."""
     for module in causal_lm.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_meta:
@@ -189,7 +189,7 @@ def drop_storage(causal_lm: PreTrainedModel) -> None:
 
 
 def tile_mlps(model: Decoder, tiles: int | None) -> None:
-    """Have every gated MLP and all experts go in tiles; ModelError if there are none that can."""
+    """Compute gated MLPs and experts in tiles; ModelError if ``tiles`` is set and none can be."""
     tiled = fuse_mlps(model.causal_lm, tiles=tiles) + tile_experts(model.causal_lm, tiles=tiles)
     if not tiled and tiles is not None:
         raise ModelError(
@@ -200,7 +200,7 @@ def tile_mlps(model: Decoder, tiles: int | None) -> None:
 
 
 def group_heads(model: Decoder, groups: int) -> None:
-    """Have every layer's attention go by groups of heads; ModelError if some layer's cannot."""
+    """Compute every layer's attention in ``groups`` of heads; ModelError if a layer cannot."""
     ours = [module for module in model.layers.modules() if isinstance(module, RotaryAttention)]
     if groups > 1 and len(ours) < len(model.layers):
         raise ModelError(

@@ -1,7 +1,7 @@
 """Decoders: a Hugging Face causal LM up to its last hidden states, then either statistics of
 tokens, or one number for each token.
 
-Shapes:  T packed tokens  N trained tokens  P positions of which a number is asked  E hidden size
+Shapes:  T packed tokens  N trained tokens  P positions that get a number  E hidden size
 """
 
 from collections.abc import Sequence
@@ -31,18 +31,18 @@ class MicroBatchStatistics(NamedTuple):
     entropies_N: Tensor
     router_loss: Tensor | None
     """This rank's share of the routers' auxiliary loss, summed over tokens, times its coefficient;
-    to be divided by the step's tokens. None without such a loss, or without gradients."""
+    the caller divides it by the step's tokens. None without such a loss, or without gradients."""
 
 
 class Decoder(nn.Module):
     """A causal LM up to its last hidden states; subclasses add what follows."""
 
     gives_scalars = False
-    """True for a ScalarModel; unlike its class, FSDP1's wrapper shows this too."""
+    """True for a ScalarModel. Use this, not isinstance, which fails for FSDP1's wrapper."""
     weights: Weights = "random"
     """Source of the model's first values."""
     lora: Lora | None = None
-    """Settings of its adapters; None if the model itself is trained."""
+    """Settings of the model's adapters; None if the model itself is trained."""
 
     def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Decoder(nn.Module):
             sequence_layout=layout,
         ).last_hidden_state[0]
         layers, callers = self.causal_lm.config.num_hidden_layers, len(self.attention.callers)
-        if callers != layers:  # in any other attention documents would see each other
+        if callers != layers:  # with another attention, documents would see each other
             why = f"{callers} of its {layers} layers attend through it"
             raise not_by_attention(self.causal_lm.config, why)
         return hidden_TE
@@ -181,7 +181,7 @@ class ScalarModel(Decoder):
 
     @property
     def architecture(self) -> str:
-        """The family's sequence classifier, or its causal LM if transformers has none."""
+        """Name of the family's sequence classifier, or of its causal LM if there is none."""
         return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(
             self.causal_lm.config.model_type, super().architecture
         )
@@ -198,7 +198,7 @@ class ScalarModel(Decoder):
         positions_P: Tensor,
         document_lengths: Sequence[int],
     ) -> Tensor:
-        """The number at each position; shape P, float32 or wider."""
+        """Number at each of ``positions_P``; shape P, float32 or wider."""
         hidden_TE = self.hidden_states(input_ids_T, position_ids_T, document_lengths)
         hidden_PE = hidden_TE.index_select(0, positions_P)
         del hidden_TE

@@ -26,9 +26,9 @@ _MARK = "_is_hf_initialized"
 def fill_buffers(
     causal_lm: PreTrainedModel, module: nn.Module, *, device: torch.device
 ) -> Sequence[str]:
-    """Fill a module's own buffers on ``device``, and return the names that stay unfilled.
+    """Fill a module's own buffers on ``device``, and return the names of those left unfilled.
 
-    Buffers are on that device even if the parameters are on the host.
+    Buffers are on ``device`` even if the parameters are on the host.
     """
     names = [name for name, _ in module.named_buffers(recurse=False)]
     if not names:
@@ -91,7 +91,7 @@ class Fill:
             _check_files(model, saved, self._other_names)
 
     def one_unit(self, unit: nn.Module) -> None:
-        """Give storage and values to a unit's modules on meta; the units inside come before."""
+        """Give storage and values to a unit's modules on meta; call it for inner units first."""
         own = {m: (*m.parameters(recurse=False), *m.buffers(recurse=False)) for m in unit.modules()}
         fresh = [module for module, tensors in own.items() if any(t.is_meta for t in tensors)]
         for module in fresh:
@@ -99,7 +99,7 @@ class Fill:
         self._fill(fresh)
 
     def values(self, model: nn.Module) -> None:
-        """Give values to all of a model that has storage."""
+        """Give values to all parameters and buffers of a model, which must have storage."""
         self._fill(list(model.modules()))
 
     def finish(self) -> None:
@@ -116,7 +116,7 @@ class Fill:
             prefix = name_in_files(self.names[module])
             parameters |= {prefix + name: p for name, p in module.named_parameters(recurse=False)}
             buffers |= {prefix + name: b for name, b in _saved_buffers(module)}
-        # only by its first name if two modules share it
+        # a parameter that two modules share is filled under its first name
         last = {p: name for name, p in reversed(parameters.items())}
         fresh = {name: p for p, name in last.items()}
         strange = sorted(fresh.keys() - self._missing)
@@ -136,7 +136,7 @@ class Fill:
                 fill_random(name, parameter, std=std, seed=self.seed, device=self.device)
 
     def _fill_buffers(self, modules: Sequence[nn.Module]) -> None:
-        """Compute buffers; raise ModelError for any that neither class nor files give."""
+        """Compute buffers; ModelError for one that neither its class nor the files have."""
         for module in modules:
             unknown = fill_buffers(self.model.causal_lm, module, device=self.device)
             names = [name_in_files(self.names[module]) + name for name in unknown]
@@ -150,12 +150,12 @@ class Fill:
 
 
 def _is_in(saved: weights.SavedWeights, name: str) -> bool:
-    """True if the files must have this parameter; they never have adapters."""
+    """True for a parameter to read from the files: not an adapter, nor a score they lack."""
     return not is_adapter(name) and (name != SCORE or saved.has(SCORE))
 
 
 def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return a module's own buffers that are saved; transformers reads no others from files."""
+    """Return the module's own persistent buffers; transformers reads no others from files."""
     # state_dict itself uses this set
     left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
     return [each for each in module.named_buffers(recurse=False) if each[0] not in left_out]

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens, from hidden states.
 
-Logits are never held in float32, and in the chunked loss never as a whole. Only these two are
-fused; objectives are ordinary functions of them (engine/training/objectives.py).
+Logits are never held in float32, and in the chunked loss never as a whole. Only log-probability and
+entropy are fused; objectives are ordinary functions of both (engine/training/objectives.py).
 
 Shapes:  N tokens whose log-probability is wanted  E hidden size  V vocabulary
 
@@ -35,8 +35,8 @@ class TokenStatistics(NamedTuple):
 
 
 class LogitRange:
-    """Smallest and largest logit given to the softmax since the last reset, and the sums of each
-    token's own. It costs one more pass over the logits, and four numbers on the device.
+    """Smallest and largest logit given to the softmax since the last reset, and sums over tokens of
+    each one's smallest and largest. Costs a pass over the logits, and four numbers on the device.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class LogitRange:
         self._seen = seen
 
     def read(self) -> tuple[float | None, ...]:
-        """Return smallest, largest, and the sums of each token's smallest and largest; without a
-        token the first two are None. The host waits for the device.
+        """Return the smallest logit, the largest, and the sums of each token's smallest and
+        largest; without a token the first two are None. The host waits for the device.
         """
         return (None, None, 0.0, 0.0) if self._seen is None else (*self._seen.tolist(),)
 
@@ -88,7 +88,7 @@ def token_statistics(
     known beforehand and the entropies are not part of the loss. Then ``chunked`` computes logits
     only once: gradients are made in the forward pass, and the backward pass returns them whatever
     gradient it is given. If no gradient is recorded nothing is kept, and both losses go in chunks.
-    ``logit_range`` is shown the logits.
+    ``logit_range`` follows the logits.
     """
     if logprob_gradient is not None and loss == "chunked" and torch.is_grad_enabled():
         return TokenStatistics(
@@ -140,7 +140,7 @@ class _TokenStatistics(torch.autograd.Function):
             chunks.append(row_kernels.statistics(logits_NV, labels, transform))
         whole = RowStatistics(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
         ctx.rows, ctx.transform = rows, transform
-        # Not a saved tensor: the backward pass overwrites it, which autograd forbids for those.
+        # Not a saved tensor: autograd forbids to overwrite those, as the backward pass does.
         ctx.logits_NV = logits_NV if keep_logits else None
         ctx.keep_logits = keep_logits
         ctx.save_for_backward(hidden_NE, weight_VE, labels_N, *whole)

@@ -5,7 +5,7 @@ layout that both versions read.
 
 Also: make a directory that any trainer opens, if the model's own lacks weights or a tokenizer.
 Existing files are linked, weights are drawn from a seed in bfloat16, and a made tokenizer has one
-token for each word. It is made once and stays in the cache.
+token for each word. The directory is made once and stays in the cache.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -35,7 +35,7 @@ from highwater.nouns.corpus import MissingFiles, missing_files, prepared_name
 from highwater.units import GIB
 
 FILE_BYTES = 4 * GIB
-"""Largest size of a file: it ends where the next parameter would exceed this."""
+"""Largest size of a weight file: a parameter that would exceed it begins the next file."""
 COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model"),
@@ -58,7 +58,7 @@ class _File(NamedTuple):
     """Plan of one safetensors file."""
 
     parameters: dict[str, dict[str, Tensor]]
-    """Tensors in the file (names, and shapes without storage) by their parameter in memory."""
+    """For each parameter in memory, its tensors in the file by name, on meta for their shapes."""
 
     @property
     def size_bytes(self) -> int:
@@ -85,7 +85,7 @@ class _File(NamedTuple):
 class PretrainedDirectory:
     """Weight files that are being written.
 
-    Create it with all parameters' shapes, write their values in that order, then close it.
+    Open it with all parameters' shapes, write their values in that order, then leave the block.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class PretrainedDirectory:
         """Plan the files: ``shapes`` has every tensor under its name in memory, on meta.
 
         Each tensor is saved in the dtype that it has there. ``whole``: files of the multimodal
-        model whose text model this is, which gives names, and what it has beside, last and as it
-        is.
+        model whose text model this is: their names are kept, and the tensors that they have beside
+        the text model are written last, unchanged.
         """
         self.written_bytes = 0
         self._model, self._whole = model, whole
@@ -119,7 +119,7 @@ class PretrainedDirectory:
         self._open: tuple[Path, IO[bytes]] | None = None
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write the next parameter, whole and in host memory."""
+        """Write the next parameter, of which ``tensor`` is the whole, in host memory."""
         path, file = self._file_of[name]
         if self._open is None or self._open[0] != path:
             self._close_file()
@@ -155,7 +155,7 @@ class PretrainedDirectory:
         self.written_bytes += _write_json(self._directory / "model.safetensors.index.json", index)
 
     def _planned(self, shapes: Mapping[str, Tensor]) -> list[_File]:
-        """Assign parameters to files in their order; a parameter's tensors stay in one file."""
+        """Assign parameters to files, in order; all tensors of a parameter are in one file."""
         files, filled_bytes = [_File({})], 0
         for name, shape in shapes.items():
             filled_bytes += shape.nbytes
@@ -194,7 +194,7 @@ def write_beside(
     is_whole: bool = False,
 ) -> int:
     """Write ``config.json`` and copy the tokenizer's files; returns the bytes written. With
-    ``is_whole`` the config is that of the multimodal model whose text model this is.
+    ``is_whole`` the config is that of the multimodal model that has ``model`` as its text model.
     """
     config = (
         _of_whole(model.config, dtype, source)
@@ -209,7 +209,7 @@ def write_beside(
 
 
 def text_config(directory: Path) -> PreTrainedConfig | None:
-    """Return the config of a multimodal model's text model; None for a model of text alone."""
+    """Return the text model's config if the directory has a multimodal model; else None."""
     fields = model_config.read_config(directory / "config.json")
     if fields.pop(model_config.TEXT_OF, None) is None:
         return None
@@ -217,7 +217,7 @@ def text_config(directory: Path) -> PreTrainedConfig | None:
 
 
 def _of_whole(config: PreTrainedConfig, dtype: torch.dtype, source: Path) -> dict[str, Any]:
-    """Return a multimodal model's config with its text model as it was trained."""
+    """Return the multimodal model's config, with RoPE and dtype of its text model as trained."""
     whole: dict[str, Any] = json.loads(read_file(source / "config.json", most_bytes=CONFIG_BYTES))
     text, before = whole.get("text_config", whole), text_config(source)
     assert before is not None
@@ -240,7 +240,7 @@ def config_of(
 ) -> dict[str, Any]:
     """Return the model's config with RoPE as it was trained, for transformers 4.57 and 5.
 
-    ``architecture`` is the class that loads it. Unknown fields of config.json are kept.
+    ``architecture``: name of the class that loads the model. Unknown fields are kept.
     """
     theirs: dict[str, Any] = json.loads(read_file(source / "config.json", most_bytes=CONFIG_BYTES))
     config = model.config
@@ -266,7 +266,7 @@ def config_of(
 def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return RoPE's fields for transformers 5, ``rope_parameters``, and 4.57, ``rope_scaling``."""
     if parameters is None or "rope_type" not in parameters:
-        return {}  # no RoPE, or one for each kind of layer, for which 4.57 has other fields
+        return {}  # no RoPE, or one for each kind of layer: 4.57 has other fields for these
     own = ("rope_theta", "partial_rotary_factor")
     top_level = {name: parameters[name] for name in own if name in parameters}
     scaling = {name: value for name, value in parameters.items() if name not in top_level}
@@ -287,10 +287,10 @@ _WORDS = 32768
 
 
 def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -> Path:
-    """Return the model's own directory if it is complete, else one below ``cache``, which is made
-    in ``scratch`` first if it is not there yet.
+    """Return the model's own directory if it is complete, else one in ``cache``; if that does not
+    exist yet, it is made in ``scratch`` and moved.
 
-    ModelError for files that are no whole model's, and for buffers that cannot be computed.
+    Raises ModelError for incomplete files of a model, and for buffers that cannot be computed.
     """
     missing = missing_files(source)
     if not any(missing):
@@ -321,7 +321,7 @@ def _make(source: Path, target: Path, seed: int, missing: MissingFiles) -> None:
 
 
 def write_tokenizer(directory: Path, *, vocab_size: int) -> None:
-    """Write a tokenizer of words between spaces, ``w1 w2 ...``, whose first token ends a text.
+    """Write a tokenizer of words between spaces, ``w1 w2 ...``; its token 0 ends a text.
 
     Source of the file's form: ``Tokenizer.to_str`` of tokenizers 0.23.3.
     """
@@ -370,7 +370,7 @@ def _write_weights(config: PreTrainedConfig, source: Path, directory: Path, seed
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the buffers that a model's files have, computed as its class does."""
+    """Return the model's persistent buffers by name, with the values that its class computes."""
     saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     modules = {name.rpartition(".")[0] for name in saved}
     for place in sorted(modules):
@@ -388,7 +388,7 @@ def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 def _values(
     parameters: Mapping[str, nn.Parameter], *, std: float, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter with random values, drawn as many at a time as there are cores."""
+    """Yield every name with random values, drawn for as many parameters at once as cores."""
 
     def drawn(name: str) -> tuple[str, Tensor]:
         like = parameters[name]

@@ -4,9 +4,8 @@ training; the errors name what is missing.
 The engine applies the head itself, to the trained tokens, in chunks. That would train another model
 if a family transforms the hidden states before its head (ModernBERT's decoder), or changes the
 logits after it other than by scaling and capping (Granite, Cohere, Gemma 2). So the family's own
-forward pass runs around a backbone that returns random hidden states, and row kernels of scaled and
-capped logits run beside PyTorch's float64. A refusal names the fields of the config that it
-knows.
+forward pass runs around a backbone that returns random hidden states, and row kernels for scaled
+and capped logits are compared with PyTorch in float64. A refusal names the config's logit fields.
 
 Shapes:  N rows  V vocabulary
 """
@@ -29,7 +28,7 @@ from highwater.model.model_config import ATTENTION_LAYERS, DELTA_LAYER
 
 
 def refuse_shared_parameters(causal_lm: PreTrainedModel) -> None:
-    """Refuse a parameter in several places but a tied embedding: FSDP would train each alone."""
+    """Raise ModelError for a shared parameter that is no tied embedding: FSDP trains each alone."""
     first: dict[nn.Parameter, str] = {}
     head = cast(nn.Linear, causal_lm.get_output_embeddings()).weight
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
@@ -43,7 +42,7 @@ def refuse_shared_parameters(causal_lm: PreTrainedModel) -> None:
 
 
 def refuse_other_mixing(causal_lm: PreTrainedModel) -> None:
-    """Refuse layers that mix tokens not by attention, or by one that cannot be replaced."""
+    """Raise ModelError for layers that mix tokens by anything but an attention we can replace."""
     config = causal_lm.config
     ours = [module for module in causal_lm.modules() if isinstance(module, GatedDeltaNet)]
     kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
@@ -53,12 +52,12 @@ def refuse_other_mixing(causal_lm: PreTrainedModel) -> None:
     inside = {part for module in ours for part in module.modules()}
     others = (module for module in causal_lm.modules() if module not in inside)
     convolves = any(isinstance(module, nn.Conv1d) for module in others)
-    # The class may be stateful by layers that this config does not have.
+    # The class may be stateful because of layers that this config does not have.
     names_layers = getattr(config, "layer_types", None)
     if (getattr(causal_lm, "_is_stateful", False) and not names_layers) or convolves:
         why = "its layers carry a state or a convolution along the sequence"
         raise not_by_attention(config, why)
-    # Classes with a delta rule do not say so; that every layer calls ours is seen as it runs.
+    # Classes with a delta rule do not declare support; the forward pass checks every layer's call.
     if not ours and not getattr(causal_lm, "_supports_attention_backend", False):
         raise not_by_attention(config, "it does not take one from outside")
 
@@ -73,15 +72,15 @@ def not_by_attention(config: PreTrainedConfig, why: str) -> ModelError:
 
 
 _PROVEN_ROWS, _VOCABULARY = 3, 4097
-"""Sizes of the proof: two blocks of the kernels, the last one of a single logit."""
+"""Sizes of the proof: a row is two blocks of the kernels, the second with a single logit."""
 _REACH = 1.5
-"""Largest logit of the proof, in multiples of the cap: some are bent, few are flat."""
+"""Largest logit of the proof, in multiples of the cap, which bends some and flattens few."""
 _TOLERANCE = 1e-4
 """Norm-relative error of float32 against float64; a kernel without the transform is far worse."""
 
 
 def prove_rows(transform: LogitTransform, device: torch.device) -> None:
-    """Raise MachineError unless statistics and gradient of rows on ``device`` equal PyTorch's."""
+    """Raise MachineError unless the row kernels on ``device`` agree with PyTorch in float64."""
     generator = torch.Generator().manual_seed(0)
     reach = 4.0 if transform.soft_cap is None else _REACH * transform.soft_cap
     logits_NV = torch.randn(_PROVEN_ROWS, _VOCABULARY, generator=generator)
@@ -104,7 +103,7 @@ def prove_rows(transform: LogitTransform, device: torch.device) -> None:
 def _both_passes(
     logits_NV: Tensor, labels_N: Tensor, upstream_2N: Tensor, transform: LogitTransform
 ) -> tuple[Tensor, ...]:
-    """Return statistics of logits, and the gradient that overwrites a copy of them."""
+    """Return the statistics of logits, and the gradient, which overwrites a copy of the logits."""
     labels_N, upstream_2N = labels_N.to(logits_NV.device), upstream_2N.to(logits_NV)
     logits_NV = logits_NV.clone()
     of = row_kernels.statistics(logits_NV, labels_N, transform)
@@ -118,11 +117,11 @@ _STRANGE = (
     *(AttributeError, IndexError, KeyError, TypeError, ValueError),
     *(NotImplementedError, RuntimeError),
 )
-"""Errors of a forward pass that needs more of its backbone than hidden states."""
+"""Errors that a forward pass may raise if it needs more from its backbone than hidden states."""
 
 
 def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) -> None:
-    """Raise ModelError unless a family's logits are the head's alone, so transformed.
+    """Raise ModelError unless a family's logits are ``transform`` of its head's product.
 
     The model may be on meta.
     """
@@ -159,7 +158,7 @@ def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) ->
 
 
 class _Answering(nn.Module):
-    """Backbone, and its decoder, that records its inputs and always returns the same output."""
+    """Stand-in for backbone and decoder: records its inputs, always returns the same output."""
 
     def __init__(self, hidden_1TE: Tensor) -> None:
         super().__init__()
@@ -198,7 +197,7 @@ def _hands_on(causal_lm: PreTrainedModel, decoder: _Answering) -> bool:
 def _around(
     causal_lm: PreTrainedModel, backbone: nn.Module, whole: nn.Linear
 ) -> tuple[nn.Module, nn.Linear]:
-    """Copy the family's outermost module around ``backbone``, with random values; also its head."""
+    """Return a random copy of the family's outer module around ``backbone``, and its small head."""
     name = next(name for name, module in causal_lm.named_modules() if module is whole)
     has_bias = "bias" in dict(whole.named_parameters())
     small = nn.Linear(whole.in_features, _ROWS, bias=has_bias, device="meta")

@@ -1,7 +1,7 @@
 """RoPE past the native length: YaRN, the model's own scaling up to its maximum, or a refusal. Also
 frequencies that depend on a document's length: ``longrope`` has two sets, ``dynamic`` grows them.
-transformers' modules read the length off the largest position, which in a packed row or a rank's
-share is no document's: here each document gets the frequencies of its own length.
+transformers takes the largest position for the length, which in a packed row or a rank's share is
+no document's length: here each document gets the frequencies of its own length.
 
 Shapes:  T packed tokens of this rank  F frequencies, half the channels that are rotated
 Source: Ding et al., LongRoPE, https://arxiv.org/abs/2402.13753; transformers'
@@ -29,7 +29,7 @@ def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> N
 
     YaRN's factor is length / native length; for a model with its own scaling and ``rope="yarn"``,
     the native length is the one that its scaling started from. Scaling that grows with the length
-    (``dynamic``) has no maximum. UsageError past a maximum.
+    (``dynamic``) has no maximum. Raises UsageError past a maximum.
     """
     native = config.max_position_embeddings
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -64,13 +64,12 @@ def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> N
 
 
 _TOLD = "told by document"
-"""Kind of RoPE that a family's module has while frequencies are set for a document.
-
+"""Kind of RoPE that a module claims to have while a document's frequencies are set in it:
 transformers does not change the frequencies of a kind that it does not know."""
 
 
 class DocumentRope(nn.Module):
-    """Wrapper of a family's rotary module that treats each document as if it were alone."""
+    """Wrapper of a family's rotary module that gives each document the RoPE of its own length."""
 
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
@@ -78,7 +77,7 @@ class DocumentRope(nn.Module):
         self.config = theirs.config
         """Config of the wrapped module, which some families read (granite_swa)."""
         self.parts: Sequence[Part] = ()
-        """Documents that this rank has tokens of, in order; set before every forward pass."""
+        """This rank's parts of documents, in order; the model sets them for every forward pass."""
         module: Any = theirs
         self.kinds: dict[str | None, str] = (
             module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
@@ -110,7 +109,7 @@ class DocumentRope(nn.Module):
                 setattr(theirs, name, self._of_length(length, original, layer_type, x.device))
                 found.append(theirs(**call | {"position_ids": position_ids[:, first:stop]}))
                 first = stop
-        finally:  # no pass must see another's frequencies
+        finally:  # the next pass must not see these frequencies
             setattr(theirs, name, original)
             theirs.rope_type = kinds
         if len(found) == 1:
@@ -118,7 +117,7 @@ class DocumentRope(nn.Module):
         return tuple(torch.cat(each, dim=1) for each in zip(*found, strict=True))
 
     def _telling(self, layer_type: str | None, part: Part) -> int | None:
-        """Return a length with the frequencies of a document; None for the original ones."""
+        """Return a length in tokens with this document's frequencies; None: the original ones."""
         config: Any = self.theirs.config
         tokens = part.document_tokens
         if self.kinds[layer_type] != "longrope":
@@ -134,7 +133,7 @@ class DocumentRope(nn.Module):
         if tokens is None:
             return original_F.to(device)
         compute: Any = ROPE_INIT_FUNCTIONS[self.kinds[layer_type]]
-        # transformers has the length as a tensor too: float32 powers differ slightly from those
+        # For ``dynamic`` a tensor, as in transformers: float32 powers differ slightly from those
         # of a Python float.
         is_dynamic = "dynamic" in self.kinds[layer_type]
         length = torch.tensor(tokens, device=device) if is_dynamic else tokens
@@ -147,7 +146,7 @@ class DocumentRope(nn.Module):
 class PhimoeRope(DocumentRope):
     """Phimoe's rotary module, whose cosines and sines have a scale that depends on the length.
 
-    All documents have the frequencies of short ones.
+    Its frequencies do not: all documents have those of short ones.
     """
 
     def forward(
@@ -178,9 +177,9 @@ class PhimoeRope(DocumentRope):
 
 
 def follow_documents(causal_lm: PreTrainedModel) -> list[DocumentRope]:
-    """Wrap every rotary module that depends on the length in a DocumentRope, in place.
+    """Wrap every rotary module that depends on the length in a DocumentRope, in place; return them.
 
-    Raises ModelError if the config asks for such RoPE and no module of the family shows it.
+    Raises ModelError if the config asks for such RoPE and no module has a ``rope_type``.
     """
     rotaries = [
         (parent, name, m)

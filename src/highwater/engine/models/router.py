@@ -1,4 +1,4 @@
-"""Router loss: the auxiliary loss of a mixture of experts, by which a document uses many experts.
+"""Router loss: auxiliary loss of a mixture of experts, so that a document uses many experts.
 
 The loss of a document, over all its tokens and all layers together, is ``X * sum_e f_e P_e``: f_e
 is how often expert e was chosen, per token and layer, and P_e the routers' mean probability of e.
@@ -34,7 +34,7 @@ _ITS_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 class Routers:
-    """The routers of one model, followed through a forward pass.
+    """Sums up a model's routers' outputs in a forward pass, for their auxiliary loss.
 
     The repeated forward pass of a recomputation is not counted.
     """
@@ -72,8 +72,8 @@ class Routers:
     def loss(self, group: dist.ProcessGroup | None) -> Tensor:
         """End a forward pass and return this rank's share of its loss, times the coefficient.
 
-        Shares are of the sum over documents of tokens times loss. All ranks' shares of all
-        micro-batches, divided by the step's tokens, are the step's loss.
+        Shares add up over ``group`` (None: this rank) to the sum over documents of tokens times
+        loss. A step's loss is the sum of all ranks' and micro-batches' shares, over its tokens.
         """
         self._following = False
         seen, self._seen = self._seen, []

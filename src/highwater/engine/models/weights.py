@@ -1,11 +1,11 @@
 """Saved weights: each rank reads only its own rows of every parameter.
 
-Either the tensors are read that transformers would load, or the files are refused. Every parameter
+Either the tensors that transformers would load are read, or the files are refused. Every parameter
 must be in the files, whole and of the config's shape, and no tensor may be left over, except those
 that the family's class ignores: a bias that the config does not enable, or layers past its number,
-would make it another model. transformers' own table (``conversion_mapping.py``) gives renamed
-prefixes, and experts that modules hold in one tensor; a tensor of one expert is called
-``experts.3.gate_proj.weight``, ``up_proj`` or ``down_proj`` here, whatever the file calls it.
+would make it another model. transformers' own table (``conversion_mapping.py``) tells which
+prefixes are renamed, and which experts one tensor joins; here a tensor of one expert is called
+``experts.3.gate_proj.weight``, ``up_proj`` or ``down_proj``, whatever the file calls it.
 
 Shapes, of MXFP4:  X experts  I inputs  O outputs  G groups of 32 numbers  B 16 bytes of two
                    numbers each
@@ -48,7 +48,7 @@ from highwater.nouns.objective import BASE_PREFIX
 _TOWER = re.compile(
     r"(model\.)?(visual|(vision|audio)_tower|embed_(vision|audio)|multi_modal_projector)\..*"
 )
-"""Names of what a multimodal model has beside its text model; it is not loaded."""
+"""Names of a multimodal model's tensors outside its text model, which are not loaded."""
 _TEXT = re.compile(r"^(model\.language_model|language_model\.model)\.|^language_model\.(?=lm_head)")
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _BELONG_TOGETHER = "use weights that belong to the config beside them"
@@ -56,22 +56,22 @@ _MXFP4_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4_VALUES = (*_MXFP4_POSITIVE, *(-value for value in _MXFP4_POSITIVE))
 """Value of each 4-bit code. Source: OCP Microscaling Formats 1.0, table of E2M1."""
 _MXFP4_BIAS = 127
-"""Bias of a scale's byte, which is an exponent of 2."""
+"""Subtracted from a scale's byte to get its exponent of 2."""
 _COMPARED_ROWS = 4096
 _UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, OSError),
     *(RuntimeError, ValueError, LookupError, AttributeError),
 )
-"""Errors of torch.load for a file that is damaged, or holds more than tensors."""
+"""Errors that torch.load raises for a damaged file, or one with more than tensors."""
 
 
 class SavedWeights:
-    """Open weights of a directory: tensors by name, read from disk when asked for."""
+    """Weight files of a directory, open: tensors by name, read from disk when asked for."""
 
     def __init__(
         self, directory: str, where: Mapping[str, Any], written: Mapping[str, str] | None = None
     ) -> None:
-        """``where``: the open file of each tensor; ``written``: its name there, if another."""
+        """``where``: open file of each tensor; ``written``: names in the files, if they differ."""
         self.directory = directory
         self._where = where
         self._written = {name: name for name in where} if written is None else written
@@ -109,7 +109,7 @@ class SavedWeights:
         return SavedWeights(self.directory, where, written)
 
     def of_text(self) -> "SavedWeights":
-        """Return a multimodal model's text model, under the names that it has alone."""
+        """Return the tensors of a multimodal model's text model, named as in a model of its own."""
         own = {name: file for name, file in self._where.items() if not _TOWER.fullmatch(name)}
         names = {name: _TEXT.sub(lambda each: "model." if each[1] else "", name) for name in own}
         found = SavedWeights(self.directory, own).renamed(names)
@@ -117,7 +117,7 @@ class SavedWeights:
         return found
 
     def written(self, name: str) -> str:
-        """Return the name that a tensor has in the files; for one that is not there, its own."""
+        """Return a tensor's name in the files; for a tensor that they lack, ``name`` itself."""
         return self._written.get(name, name)
 
     @property
@@ -135,7 +135,7 @@ class SavedWeights:
     ) -> None:
         """Raise ModelError unless the files hold exactly these parameters, in their shapes.
 
-        ``buffers``, in their shapes, ``others`` and names like ``ignored`` may be there.
+        They may also hold ``buffers``, in their shapes, ``others``, and names like ``ignored``.
         """
         expected = set(others)
         for name, parameter in parameters.items():
@@ -154,7 +154,7 @@ class SavedWeights:
             )
 
     def fill(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
-        """Fill this rank's shards of the parameters, and the buffers that were saved.
+        """Fill this rank's shards of the parameters, and those buffers that the files hold.
 
         Parameters that are not sharded are filled whole.
         """
@@ -167,7 +167,7 @@ class SavedWeights:
                 buffer.copy_(self._tensor(name))
 
     def _names(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """Return the tensors that make up a parameter; ModelError for a wrong shape or a lack."""
+        """Return the names of a parameter's tensors; ModelError if one is lacking or misshapen."""
         blocks, scales = name + MXFP4_BLOCKS, name + MXFP4_SCALES
         fused = _FUSED_EXPERTS.fullmatch(name)
         if name in self._where:
@@ -202,7 +202,7 @@ class SavedWeights:
         return self._where[name].get_tensor(self._written[name])
 
     def _slice(self, name: str) -> Any:
-        """Return safetensors' slice, which reads only the rows that it is asked for."""
+        """Return the tensor as safetensors' slice, which reads only rows that are asked for."""
         return self._where[name].get_slice(self._written[name])
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
@@ -220,7 +220,7 @@ class SavedWeights:
 
 
 class _Unpickled(dict[str, Tensor]):
-    """A memory-mapped file in PyTorch's own format, with the methods of a safetensors file."""
+    """Tensors of a memory-mapped file in PyTorch's format, with methods of a safetensors file."""
 
     get_tensor = get_slice = dict[str, Tensor].__getitem__
 
@@ -244,7 +244,7 @@ def opened(directory: str) -> Generator[SavedWeights | None, None, None]:
                 )
             where |= dict.fromkeys(handle.keys(), handle)
         saved = SavedWeights(directory, where) if files else None
-        config = Path(directory, "config.json")  # weights without one are a model's own
+        config = Path(directory, "config.json")  # without one, weights are not a multimodal model's
         is_wrapped = saved and config.is_file() and TEXT_OF in read_config(config)
         yield saved.of_text() if saved and is_wrapped else saved
 
@@ -302,7 +302,8 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def names_in_model(causal_lm: PreTrainedModel, saved: Iterable[str]) -> dict[str, str]:
-    """Map the name of every saved tensor to its name in the model, or the one it would have there.
+    """Map every saved tensor's name to its parameter's name in the model, to a name of one expert
+    if the model joins experts, or to itself if the model has no such tensor.
 
     Raises ModelError for tensors that the family combines in a way that is not known here.
     """
@@ -345,6 +346,6 @@ def name_in_files(name: str) -> str:
     """Return a parameter's name in Hugging Face's files, from its name in our model."""
     for added in (RECOMPUTE_PREFIX, FSDP1_PREFIX):
         name = name.replace(added, "")
-    # of an adapter around another one it is part of the name
+    # where one adapter is around another, peft's files have this part of the name
     name = re.sub(rf"{re.escape(BASE_PREFIX)}(?!lora_)", "", name)
     return name.removeprefix("causal_lm.")

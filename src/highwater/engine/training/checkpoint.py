@@ -1,9 +1,9 @@
 """Checkpoints: model and optimizer as every rank's shards, and the model as a directory that
-``from_pretrained`` loads, or its adapters as one that peft loads.
+``from_pretrained`` loads, or its adapters as a directory that peft loads.
 
-Both read the shards through torch.distributed.checkpoint.state_dict, which knows FSDP1, FSDP2 and
-shards in host memory. Neither ever makes a whole copy of the model: shards are written as they are,
-and Hugging Face weights one parameter at a time.
+Shards are read through torch.distributed.checkpoint.state_dict, which knows FSDP1, FSDP2 and
+shards in host memory. No save makes a whole copy of the model: shards are written as they are, and
+Hugging Face weights one parameter at a time.
 """
 
 import math
@@ -47,12 +47,12 @@ from highwater.nouns.objective import Lora
 def save_sharded(
     model: Decoder, optimizer: torch.optim.Optimizer, directory: Path, *, mesh: DeviceMesh
 ) -> int:
-    """Write every rank's shards of model and optimizer to ``directory``; returns bytes written.
+    """Write every rank's shards of model and optimizer to ``directory``; returns this rank's bytes.
 
     The format is torch.distributed.checkpoint's, with keys ``model`` and ``optimizer`` (a tied
-    head under its embedding's name alone), plus an index that ``load_sharded`` reads. It takes 12
-    bytes a parameter over all ranks: float32 weights and both moments. With adapters only those are
-    saved, as the model itself has not changed. Raises OSError when the disk cannot take it.
+    head under its embedding's name alone), plus an index that ``load_sharded`` reads. A save takes
+    12 bytes a parameter over all ranks: float32 weights and both moments. For a model with adapters
+    only these are saved, as the rest has not changed. Raises OSError if the disk cannot take it.
     """
     options = _options(model)
     weights = get_model_state_dict(model, options=options)
@@ -79,12 +79,12 @@ def load_sharded(
     """Read what ``save_sharded`` wrote into the shards of model and optimizer, in place: weights,
     moments and the optimizer's step counts are restored bit by bit.
 
-    The saving run may have had another number of ranks or copies, the other strategy, or moments in
-    host memory. Only 8-bit moments may be refused on another number of shards, if their blocks of
-    256 numbers would be cut. Learning rates and the like stay the optimizer's own.
+    The saving run may have had another number of ranks or copies, the other FSDP strategy, or
+    moments in host memory. Only 8-bit moments may be refused on another number of shards, if their
+    blocks of 256 numbers would be cut. Learning rates and other options are not loaded.
 
-    Each rank reads only what it holds, with one saved piece at a time in host memory: one rank's
-    part of a tensor. Raises UsageError for another model's checkpoint, and for a damaged one.
+    Each rank reads only the numbers that it holds, one saved piece (one rank's part of a tensor) at
+    a time in host memory. Raises UsageError for another model's checkpoint, and for a damaged one.
     """
     own = _held_by_rank(model, mesh)
     with ShardReader(directory) as reader:
@@ -181,13 +181,12 @@ def save_pretrained(
     merged: bool = False,
 ) -> int:
     """Write the Hugging Face model to ``directory`` in ``dtype``; returns the bytes that this rank
-    wrote (others than rank 0 write none). For a model with adapters, write only these, in their own
+    wrote, which is 0 except on rank 0. For a model with adapters, write only these, in their own
     dtype, for peft to load beside the model at ``source``; or with ``merged`` the model plus them.
 
     Every rank gathers one parameter at a time, as in the forward pass; only rank 0 copies it to its
     host and writes it. Files of an earlier save in the directory are overwritten one by one.
-    ``source`` is the directory that the model came from. Raises OSError when the disk cannot take
-    it.
+    ``source`` is the directory that the model came from. Raises OSError if the disk refuses.
     """
     if model.lora is not None and not merged:
         return _save_adapters(model, model.lora, directory, mesh=mesh, source=source)
@@ -233,7 +232,7 @@ def _meet(mesh: DeviceMesh) -> None:
 def _save_adapters(
     model: Decoder, lora: Lora, directory: Path, *, mesh: DeviceMesh, source: Path
 ) -> int:
-    """Gather a model's adapters on all ranks and write them in peft's format."""
+    """Gather a model's adapters on all ranks; rank 0 writes peft's files. Returns bytes written."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     is_of_text = text_config(source) is not None and not model.gives_scalars
     whole: dict[str, Tensor] = {
@@ -262,7 +261,7 @@ def _save_adapters(
 def _merged(
     model: Decoder, name: str, shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh
 ) -> Tensor:
-    """Return a whole tensor; for a layer with an adapter the sum of both, rounded once."""
+    """Return the whole tensor, plus the product of its layer's adapter if any, rounded once."""
     layer = adapted_layer(model, name)
     if layer is None:
         return _whole(shard, dtype, mesh)
@@ -294,14 +293,14 @@ def _named_shards(model: Decoder) -> dict[str, Tensor]:
 
 
 def _tied_names(model: Decoder) -> set[str]:
-    """Return further names of shared parameters, as files have them: all but each one's first."""
+    """Return the names in files of shared parameters, all but the first name of each."""
     first = {name for name, _ in model.named_parameters()}
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name_in_files(name) for name in every - first}
 
 
 def _whole(shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
-    """Gather the whole tensor, cast to ``dtype`` before, so that less travels."""
+    """Cast the shard to ``dtype``, so that less travels, and gather the whole tensor."""
     if not isinstance(shard, DTensor):
         return shard.to(dtype)
     if mesh.size() == 1:  # nothing to gather, so avoid making a communicator
@@ -333,7 +332,7 @@ class _CountingWriter(dcp.FileSystemWriter):
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the system's error behind another error; the error itself if there is none."""
+    """Return the OSError that led to ``error``, directly or not; ``error`` itself if none did."""
     behind: BaseException | None = error
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__cause__ or behind.__context__

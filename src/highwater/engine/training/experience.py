@@ -38,7 +38,7 @@ class Experience:
     values_N: Tensor | None = None
     """Values that the critic gives before its update."""
     returns_N: Tensor | None = None
-    """Values that the critic should have given."""
+    """Targets of the critic's values: those values plus the advantages before whitening."""
 
 
 @torch.no_grad()
@@ -134,7 +134,7 @@ def token_experience(training: Training, micro_batches: Sequence[Batch]) -> list
 
 
 def _advantages(training: Training, batch: Batch, values_N: Tensor) -> Tensor:
-    """Advantages of this rank's trained tokens; a document's later tokens may be elsewhere."""
+    """Advantages of this rank's trained tokens; a document's later tokens may be on other ranks."""
     sequence, numbers = training.sequence, training.hyperparameters
     device, shared = values_N.device, batch.shared
     positions_N = batch.trained_positions_N.to(device)

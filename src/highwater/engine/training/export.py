@@ -1,6 +1,6 @@
 """Export: write the trained model as a directory for other programs, whole or not at all.
 
-transformers loads it, or peft adapters. The tokenizer's files and chat templates are in it.
+transformers loads it, or peft if it has adapters alone. Tokenizer and chat templates are in it.
 """
 
 import json
@@ -32,7 +32,7 @@ _OWN_FILE = re.compile(
     r"|adapter_model\.safetensors|adapter_config\.json|README\.md"
     rf"|{TEMPLATES}/[^/]+|" + "|".join(map(re.escape, COPIED))
 )
-"""Names of files that an export writes, by which one that was killed is recognised."""
+"""Names of files that an export writes: a partial folder of these alone may be removed."""
 
 
 def export(training: Training, directory: Path, *, source: Path, merged: bool = False) -> int:
@@ -43,7 +43,7 @@ def export(training: Training, directory: Path, *, source: Path, merged: bool = 
     plus its adapters. ``source`` is the directory that the model came from. The export is written
     under another name and renamed at the end.
 
-    On all ranks: UsageError for a directory that exists, MachineError if the disk is full.
+    On all ranks: UsageError for a directory that is not empty, MachineError if the disk refuses.
     """
     mesh, is_first = training.mesh, dist.get_rank() == 0
     partial = directory.with_name(directory.name + PARTIAL)
@@ -88,7 +88,7 @@ def _refuse_used(directory: Path) -> None:
 
 
 def _remove_partial(partial: Path) -> None:
-    """Remove what an interrupted export left; UsageError if there are other files among it."""
+    """Remove the folder of an interrupted export; UsageError if it has files of another origin."""
     if not partial.exists():
         return
     if not is_ours(partial, _OWN_FILE.fullmatch):

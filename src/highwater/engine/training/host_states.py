@@ -6,9 +6,9 @@ one before it goes back from the other buffer and the next one comes, so the lin
 A piece is updated by the kernel that ``torch.optim.AdamW(fused=True)`` calls for whole tensors,
 and copies change no number: parameters and moments are the same as that optimizer's, bit by bit.
 
-The buffers exist only during a step, so that no activation is alive beside them.
-``model/footprint.py`` counts them, and the pinned memory. A step returns when all moments are back:
-whoever reads them, to save them for example, need not wait.
+The buffers exist only during the optimizer's step, when no activation is alive.
+``model/footprint.py`` counts them, and the pinned memory. A step returns when all moments are back
+on the host, so that code which saves them need not wait.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,9 +25,9 @@ from highwater.nouns.objective import STREAMED, STREAMED_BUFFERS
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names in ``torch.optim.AdamW`` of the running means of gradients and of their squares."""
 VECTOR = 64
-"""Size that pieces are multiples of. The kernel computes whole vectors of numbers, and the rest of
-a tensor one by one, which may round differently on the CPU: this way each number is computed as it
-would be in the whole tensor."""
+"""A piece's size is a multiple of this. The kernel computes whole vectors of numbers, and the rest
+of a tensor one by one, which may round differently on the CPU: with such pieces each number is
+computed as it would be in the whole tensor."""
 
 
 class HostStateAdamW(torch.optim.AdamW):
@@ -72,7 +72,7 @@ class HostStateAdamW(torch.optim.AdamW):
             self._stream(chain.from_iterable(self._cut(*each) for each in updated), buffers)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return a parameter's state, made of zeros at first."""
+        """Return a parameter's state; at the first call it is made, of zeros."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -89,22 +89,22 @@ class HostStateAdamW(torch.optim.AdamW):
         moments = [local_shard(state[name]).view(-1) for name in MOMENTS]
         for start in range(0, own.numel(), self._piece):
             part = slice(start, start + self._piece)
-            there = [moment[part] for moment in moments]
-            yield _Piece(own[part], gradient[part], there, state["step"], group)
+            on_host = [moment[part] for moment in moments]
+            yield _Piece(own[part], gradient[part], on_host, state["step"], group)
 
     def _stream(self, pieces: Iterable["_Piece"], buffers: Tensor) -> None:
         """Update the pieces one after another, each in the next buffer that is free."""
         coming, here, going = self._streams(buffers.device)
         if coming is not None and here is not None:
-            coming.wait_stream(here)  # it may still read from memory that the buffers now take
+            coming.wait_stream(here)  # `here` may still read memory that the buffers now take
         left: list[torch.cuda.Event | None] = [None] * STREAMED_BUFFERS
         for number, piece in enumerate(pieces):
             place = number % STREAMED_BUFFERS
             moments = [buffer[: piece.parameter.numel()] for buffer in buffers[place]]
-            there = piece.moments
-            came = _launch(coming, left[place], _copy, there, moments)
+            on_host = piece.moments
+            came = _launch(coming, left[place], _copy, on_host, moments)
             updated = _launch(here, came, _update, piece, moments)
-            left[place] = _launch(going, updated, _copy, moments, there)
+            left[place] = _launch(going, updated, _copy, moments, on_host)
         if going is not None:
             going.synchronize()
 

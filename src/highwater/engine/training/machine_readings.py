@@ -31,7 +31,7 @@ TOKENS = 2048
 
 
 def main() -> None:
-    """Read every stage; rank 0 writes the results."""
+    """Take the readings of all stages; rank 0 writes them to the file of the first argument."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     stages = Stages(device)
@@ -67,7 +67,7 @@ class Stages:
         self._allocated = 0
 
     def take(self, name: str, use: Callable[[], object]) -> None:
-        """Use something for the first time and read the rise in memory; its result is dropped."""
+        """Call ``use``, drop its result, and record how much memory use has risen by, in bytes."""
         use()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()

@@ -64,7 +64,7 @@ class MemoryProfiler:
         self.max_entries = max_entries
 
     def start(self) -> Self:
-        """Forget earlier events and record from here; what is alive keeps the stack that it has."""
+        """Forget earlier events and record from here; live allocations keep their stacks."""
         _record("all", max_entries=self.max_entries, clear=True)
         return self
 
@@ -97,10 +97,10 @@ class MemoryProfiler:
 
 
 class TrialProfiler:
-    """Profiler of one rank of a trial. From the beginning it records the stacks of live
-    allocations, and in the steps that were asked for every event.
+    """Profiler of one rank of a trial: from the beginning it records the stacks of live
+    allocations, and every event of the steps that ``order`` names.
 
-    Whoever runs a step that fails calls ``write_failed``, which writes a snapshot.
+    If a step fails, its caller must call ``write_failed``, which writes a snapshot.
     """
 
     def __init__(self, order: SnapshotOrder, *, rank: int, place: str) -> None:
@@ -116,7 +116,7 @@ class TrialProfiler:
 
     @contextmanager
     def step(self, number: int, *, trains: bool = True) -> Generator[None]:
-        """Record a step (the first is 0) if it was asked for, and if it ``trains``."""
+        """Record the memory of step ``number`` (from 0) if the order names it and it ``trains``."""
         self._part = f"step_{number}"
         profiling = self._order.profiling
         if not trains or number not in profiling.profile_steps:
@@ -227,12 +227,12 @@ def divide_budget(
     nccl_bytes: int,
     host: HostActivations | None = None,
 ) -> MemoryBudget:
-    """Bound the allocator so that device memory used stays within the budget; with None nothing but
-    the card bounds it. It is bound anew whenever ``host`` maps memory, which takes page tables.
+    """Limit the allocator so that device used stays within the budget (None: only the card limits
+    it), and return how the budget is divided. The limit is set anew whenever ``host`` maps memory,
+    which takes page tables on the device.
 
-    The bytes now outside the allocator are the context, except for ``nccl_bytes``.
-
-    Raises MachineError if the budget leaves nothing, or exceeds the card.
+    The bytes now outside the allocator, less ``nccl_bytes``, count as the context. Raises
+    MachineError if the budget leaves the allocator nothing, or exceeds the card.
     """
     total = torch.cuda.mem_get_info(device)[1]
     context_bytes = outside_allocator_bytes(device) - nccl_bytes
@@ -267,7 +267,7 @@ def divide_budget(
 
 
 def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
-    """Say how the device came to use more than its budget; None if it did not, as far as read.
+    """Say why more than the budget was used on the device; None if not, or if use is unknown.
 
     The allocator compares its cap with what it is asked for, but expandable segments map 20 MiB at
     a time, so it can pass its cap by less than that.

@@ -32,7 +32,7 @@ def sft(logprobs_N: Tensor, *, trained_tokens: int) -> Tensor:
 
 
 def sft_logprob_gradient(*, trained_tokens: int) -> float:
-    """Gradient of ``sft`` by each log-probability, which only this objective knows before them."""
+    """Derivative of ``sft`` by each log-probability: one number, known before the forward pass."""
     return -1 / max(1, trained_tokens)
 
 

@@ -14,11 +14,11 @@ from highwater.nouns.objective import OPTIMIZERS, OptimizerName
 from highwater.nouns.trial import TrialSpec
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Names of norms and biases, without weight decay, as transformers' trainer 5.23 has it."""
+"""Names of norms and biases, which get no weight decay, as in transformers' trainer 5.23."""
 
 
 def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
-    """Return the optimizer of one of a trial's models, which only this chooses by the settings."""
+    """Return the optimizer that the trial's settings ask for, for one of its models."""
     settings = spec.settings
     return make_optimizer(
         model,
@@ -40,13 +40,13 @@ def make_optimizer(
     """Return AdamW on the float32 shards, with both moments and every gradient allocated as zeros.
     Without ``keeps_gradients`` no gradient is kept; each step makes and frees its own.
 
-    It runs where the shards are; with ``on_host`` only moments are on the host (host_states.py).
-    Frozen parameters are left out: they have no gradient, no state and no decay.
+    Updates run where the shards are; ``on_host`` puts only the moments on the host
+    (host_states.py). Frozen parameters are left out: they have no gradient, no state and no decay.
 
-    What lives as long as the training is allocated before the first activation. Left to the first
-    step, gradients and moments would be cut out of blocks that activations just freed, and the
-    caching allocator could never join those again: the largest block, the logits, would be needed
-    twice. And what does not fit shows in the first micro-batch, not in the second step.
+    All that lives as long as the training is allocated before the first activation. Left to the
+    first step, gradients and moments would be cut out of blocks that activations just freed, and
+    the caching allocator could never join those again: the largest block, the logits, would be
+    needed twice. Also, a length that does not fit fails in the first micro-batch, not in step two.
 
     Raises MachineError if a package is missing.
     """

@@ -33,10 +33,10 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class LayerWatch:
-    """Follows the decoder layers of a step, at two assignments for each layer and pass.
+    """Knows which phase and decoder layer a step is in, for two assignments a layer and pass.
 
-    A layer is entered in the forward pass, and again where it is recomputed. In the backward phase
-    it is not left after its recomputation, since its backward pass follows. A backward pass without
+    A layer is entered in the forward pass, and again where it is recomputed. After a recomputation
+    it stays the current layer, since its backward pass follows. A backward pass without
     recomputation names no layer.
     """
 
@@ -90,7 +90,7 @@ _PASSES = ("forward", "backward", "experience")
 
 
 class OutOfMemoryWatch:
-    """Knows the tensors that live from step to step, and notes all else when memory runs out."""
+    """Counts the tensors that live from step to step, and all other memory when it runs out."""
 
     def __init__(self, device: torch.device, where: LayerWatch) -> None:
         """Register with the allocator; the CPU has none."""
@@ -136,7 +136,7 @@ class OutOfMemoryWatch:
         return self._noted or (self._unnoted(error), self._where.phase, self._where.layer)
 
     def _unnoted(self, error: BaseException) -> AliveMemory:
-        """Return the known bytes if the allocator did not call: on the CPU, or in a library."""
+        """Return the bytes known if the observer was not called: on the CPU, or in a library."""
         asked = _ASKED_ON_CPU.search(str(error))
         every = [frame for frame, _ in walk_tb(error.__traceback__)]
         frames = [frame for frame in every if _HOLDS_LOGITS.search(frame.f_code.co_filename)]
@@ -150,7 +150,7 @@ class OutOfMemoryWatch:
         )
 
     def _note(self, device: int, requested: int, _limit: int, device_free: int) -> None:
-        """Note a request without room. The allocator raises after this, so this must not raise."""
+        """Record what is alive as the allocator gives up: it raises afterwards, this must not."""
         try:
             callers = [frame for frame, _ in walk_stack(_INTERPRETER._getframe())]
             frames = [
@@ -219,7 +219,7 @@ class OutOfMemoryWatch:
                         yield found
 
     def _gathered_bytes(self, *, besides: Collection[int]) -> int:
-        """Bytes that FSDP holds besides shards and gradients; gradients may use its buffers."""
+        """Bytes that FSDP holds besides shards and ``besides``, gradients that use its buffers."""
         if self._training is None:
             return 0
         found = self._storages(_gathered(self._training))

@@ -92,7 +92,7 @@ def take_context(spec: TrialSpec) -> RankContext:
 
 
 def shared_window(spec: TrialSpec) -> int | None:
-    """Longest document that a ring can share: no longer than any layer's window; None: any."""
+    """Most tokens of a document in a ring: the model's window; None: no window, or no ring."""
     has_ring = spec.layout.ring_degree > 1
     return load_model(spec.model_directory).shape.window_tokens if has_ring else None
 

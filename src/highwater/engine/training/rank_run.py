@@ -64,7 +64,7 @@ from highwater.nouns.trial import MemoryBudget, OnPhase, RankReport, Save, Trial
 from highwater.version import __version__
 
 CRITIC_SEED = 1
-"""Added to the trial's seed: a critic with random weights is no copy of the policy."""
+"""Added to the trial's seed, so that a critic with random weights is no copy of the policy."""
 
 _MASTER_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -128,7 +128,7 @@ def _model(
 
 
 def _reference(spec: TrialSpec, context: RankContext) -> Decoder:
-    """Build the policy as it was, frozen, in host memory, from which it comes layer by layer.
+    """Build the reference: the policy before training, frozen, on the host, fetched by layers.
 
     It uses the policy's own kernels: others round differently, and over a document's thousands of
     tokens that adds up to a log-ratio where there should be none.
@@ -138,7 +138,7 @@ def _reference(spec: TrialSpec, context: RankContext) -> Decoder:
 
 
 def _built(spec: TrialSpec, context: RankContext, **how: Any) -> Decoder:
-    """Build a model of the trial; ``how`` has what differs between its models."""
+    """Build a model of the trial; ``how``: arguments of ``build`` in which its models differ."""
     settings, depth = spec.settings, spec.attention_depth
     kernel, shared = context.kernel, context.shared
     return build(
@@ -162,7 +162,7 @@ class RankRun(ABC):
     """State of one rank, of which a report can be made at any time, also after a failure."""
 
     def __init__(self, spec: TrialSpec, *, on_phase: Callable[[str], None]) -> None:
-        """``on_phase`` is called with what is done next, in words."""
+        """``on_phase`` is called with the next phase in words, like ``loading kernels``."""
         self.spec = spec
         self.on_phase = on_phase
         self.profiler: TrialProfiler | None = None
@@ -240,7 +240,7 @@ class RankRun(ABC):
         self.report = self.with_(budget=budget)
 
     def step(self, training: Training, micro_batches: Sequence[Batch], *, number: int) -> None:
-        """Train a step (from 1) and record it; FloatingPointError if it is not finite."""
+        """Train step ``number`` (from 1) and record it; FloatingPointError if one is not finite."""
         synchronize(training.device)
         began = time.perf_counter() - _preparing_s(training)
         first = self.report.first_step_at_unix_s or time.time()
@@ -276,7 +276,7 @@ class RankRun(ABC):
 
 
 def _preparing_s(training: Training) -> float:
-    """Return the seconds that host memory has been mapped for so far, which is done once."""
+    """Return the seconds spent on mapping host memory so far, which no step's time includes."""
     return 0.0 if training.host is None else training.host.memory.preparing_s
 
 
@@ -298,7 +298,7 @@ def settle(training: Training, batch: Batch) -> None:
 def step_numbers(
     training: Training, micro_batches: Sequence[Batch], *, enter: OnPhase, **random: int
 ) -> dict[str, float]:
-    """Train one step, with random numbers by ``random``; returns its loss and norms by name."""
+    """Train one step in ``seeded(**random)``; returns its loss and gradient norms by name."""
     with seeded(device=training.device, **random):
         loss, norms = train_step(training, micro_batches, enter=enter)
     names = ("loss", "gradient_norm", "critic_gradient_norm")
@@ -362,7 +362,7 @@ class Trial(RankRun):
                 self._save_what_is_due(training, last=step == self.spec.steps)
         self.where.enter("report")
         assert self.watch is not None
-        if self.report.budget is not None:  # a trial that fit only by using more did not fit
+        if self.report.budget is not None:  # a trial that used more than its budget did not fit
             why = past_budget(self.watch.peaks(), self.report.budget)
             if why is not None:
                 raise torch.OutOfMemoryError(f"CUDA out of memory: {why}")

@@ -4,7 +4,7 @@ A reporter is one function here and a name in ``ReporterName``: it opens a run b
 client, and returns how to log numbers of a step and how to end the run. A package that raises
 (no network, a full disk) is reported once, and training goes on without it.
 
-What a run is called outlives the process: a training that goes on does so in the same run.
+The run's id is kept in a file: a training that goes on reports to the same run.
 """
 
 import os
@@ -27,18 +27,18 @@ _PROJECT = "highwater"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReportedRun:
-    """The run to open."""
+    """A package's run, to be opened or continued."""
 
     directory: Path
-    """Folder of what packages keep on the disk."""
+    """Folder for the files that packages write."""
     id: str
-    """Unique, and the same when the training goes on."""
+    """Unique id, kept when the training goes on."""
     step: int
-    """The first step that will be told."""
+    """First step that will be reported."""
 
     @property
     def name(self) -> str:
-        """Name to show: that of the training's folder, and the start of the id."""
+        """Name to show: the training's folder, and the first 6 characters of the id."""
         return f"{self.directory.parent.name}-{self.id[:6]}"
 
 
@@ -47,7 +47,7 @@ _Open = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]
 
 
 def _tensorboard(run: _ReportedRun) -> _Open:
-    # Steps from this one on are trained again: what an interrupted run told of them goes.
+    # Steps from run.step on are trained again: drop what an interrupted run reported of them.
     writer: Any = import_module("torch.utils.tensorboard.writer").SummaryWriter(
         str(run.directory / "tensorboard"), purge_step=run.step
     )
@@ -68,9 +68,9 @@ def _wandb(run: _ReportedRun) -> _Open:
         id=run.id,
         name=run.name,
         dir=str(run.directory),
-        mode=None if has_key else "offline",  # it would ask for a key, and wait
+        mode=None if has_key else "offline",  # online, W&B would ask for a key, and wait
         resume="allow",
-        # Numbers alone: a command line, a diff or what is printed may have a secret.
+        # Send numbers alone: a command line, a diff or printed text may have a secret.
         settings=wandb.Settings(
             console="off",
             quiet=True,
@@ -85,7 +85,7 @@ def _wandb(run: _ReportedRun) -> _Open:
 
 
 def _mlflow(run: _ReportedRun) -> _Open:
-    # Its seven retries of a server that is not there take minutes.
+    # MLflow's seven retries of an unreachable server take minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     mlflow: Any = import_module("mlflow")
     entities: Any = import_module("mlflow.entities")
@@ -129,15 +129,15 @@ _OPENED_BY: Mapping[ReporterName, Callable[[_ReportedRun], _Open]] = {
 
 
 class Reports:
-    """Tells numbers to the reporters ``names``; their runs are opened before the first."""
+    """Sends numbers to the reporters ``names``; the first ``write`` opens their runs."""
 
     def __init__(self, names: Sequence[ReporterName], directory: Path) -> None:
-        """``directory`` is made, if there is a reporter."""
+        """``directory``: folder for the packages' files; made at the first ``write``."""
         self._names, self._directory = dict.fromkeys(names), directory
         self._open: dict[ReporterName, _Open] | None = None
 
     def write(self, step: int, numbers: Mapping[str, Reduced]) -> None:
-        """Tell numbers of a step, one for each rank if every rank has one."""
+        """Send a step's numbers; one that every rank has is sent as one number for each rank."""
         if self._open is None:
             self._open = {}
             for name in self._names:
@@ -172,7 +172,7 @@ class Reports:
 
 
 def _scalars(numbers: Mapping[str, Reduced]) -> dict[str, float]:
-    """Return the numbers by name, one for each rank if every rank has one."""
+    """Return all numbers but None by name; of a tuple, one for each rank: ``name/rank 0``, ..."""
     scalars: dict[str, float | int | None] = {}
     for name, value in numbers.items():
         if isinstance(value, tuple):

@@ -1,7 +1,7 @@
 """Run checkpoints: one folder each, whole or absent, of which the latest and the best are kept.
 
 ``step-000120`` has the shards of each trained model in ``model`` and ``critic``, ``state.json``,
-and ``manifest.json``, which names every other file. It is written as ``step-000120.partial``: all
+and ``manifest.json``, which names every other file. A save writes ``step-000120.partial``: all
 ranks write, and read back what they wrote; the first rank writes the manifest and renames the
 folder when everything is on the disk. Whenever a run is killed, its previous checkpoint is
 intact.
@@ -57,14 +57,14 @@ BEST_FILE = "best.json"
 MODEL_FOLDERS = ("model", "critic")
 """Folders of the trained models' shards, in the order of ``Training.trained``."""
 PARTIAL, ASIDE = ".partial", ".set-aside"
-"""Suffixes of folders: written, removed, or set aside because the run went back."""
+"""Suffixes of folders that are being written or removed, or set aside because the run went back."""
 _OWN_FILE = re.compile(
     rf"(?:{'|'.join(MODEL_FOLDERS)})/(?:__\d+_\d+\.distcp|\.metadata(?:\.tmp)?)"
     rf"|(?:(?:{'|'.join(MODEL_FOLDERS)})/{INDEX_FILE}|{STATE_FILE}|{MANIFEST_FILE})(?:\.partial)?"
 )
 """Paths in a checkpoint's folder that a save writes."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk that is full, or that may hold no more of this user."""
+"""Error numbers of a full disk, a used-up quota, and a file above the limit for sizes."""
 
 
 class RunCheckpoints:
@@ -150,7 +150,7 @@ class RunCheckpoints:
         return state
 
     def _is_saved(self, target: Path, state: RunState, mesh: DeviceMesh) -> bool:
-        """True if this step has a whole checkpoint already; UsageError if another run has."""
+        """True if this step has a whole checkpoint; UsageError for later ones, or another run's."""
         with agreed(mesh):
             others = [each for each in self._checkpoints() if _step_of(each) > state.step]
             if target.is_dir():
@@ -248,7 +248,7 @@ class RunCheckpoints:
         return state
 
     def _way_on(self, path: Path, mesh: DeviceMesh) -> str:
-        """Say in a hint what to type if a checkpoint is damaged."""
+        """Return the hint for a damaged checkpoint: use the latest whole one before it, or none."""
         for name in self._names(mesh):
             if _step_of(self.folder / name) < _step_of(path):
                 with suppress(UsageError):
@@ -352,7 +352,7 @@ def _own(partial: Path, rank: int) -> Iterator[Path]:
 
 
 def is_ours(folder: Path, is_own_file: Callable[[str], object]) -> bool:
-    """True if this is a real folder that has only files which saves write."""
+    """True for a folder, no link, in which ``is_own_file`` is true of every file's path in it."""
     return (
         folder.is_dir()
         and not folder.is_symlink()
@@ -364,7 +364,7 @@ def is_ours(folder: Path, is_own_file: Callable[[str], object]) -> bool:
 
 
 def in_the_way(partial: Path, what: str) -> UsageError:
-    """The error about a folder with files that no save of ours writes."""
+    """Return the error for a folder with files that no save of ours writes."""
     name = shlex.quote(str(partial))
     return UsageError(
         f"{partial} is in the way of {what}, and has files that are none of one",

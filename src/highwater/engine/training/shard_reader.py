@@ -1,9 +1,9 @@
 """Shard reader: read parts of saved tensors into allocated shards, whatever sharding saved them.
 
 Every sharding cuts a tensor into ranges of its flat numbers: FSDP2 and saved pieces at rows, FSDP1
-anywhere. A rank holds one range, and reads where it overlaps saved ones, one saved piece at a time.
-The position of each piece is in a JSON index beside the files: torch's own ``.metadata`` is a
-pickle, which is written for torch's tools and never read here.
+anywhere. A rank holds one range, and reads the saved pieces that overlap it, one at a time. The
+position of each piece is in a JSON index beside the files: torch's own ``.metadata`` is a pickle,
+which is written for torch's tools and never read here.
 """
 
 import math
@@ -67,7 +67,7 @@ class ShardIndex(Record, frozen=True, kw_only=True):
 def write_index(
     directory: Path, metadata: dcp.Metadata, places: Mapping[MetadataIndex, Any]
 ) -> None:
-    """Write the index of what was just saved to ``directory``, at these places, onto the disk."""
+    """Write and flush the index of tensors just saved in ``directory``, pieces at ``places``."""
     index = ShardIndex(
         tensors={
             name: _saved_tensor(name, entry, places)
@@ -139,18 +139,18 @@ class ShardReader:
     def fill(self, name: str, target: Tensor, held: FlatRange) -> None:
         """Fill a contiguous shard with the range of a saved tensor that it holds.
 
-        UsageError for another dtype, 8-bit moments whose blocks would be cut, and damaged files.
+        Raises UsageError for another dtype, 8-bit moments with cut blocks, and damaged files.
         """
         saved = self.tensors[name]
         length = held.stop - held.start
         assert target.numel() == length, f"{name}: a shard of {target.numel()} for {length}"
         filled = 0
         for piece in saved.pieces:
-            there = _range_of(name, piece, saved)
-            both = FlatRange(max(held.start, there.start), min(held.stop, there.stop))
+            part = _range_of(name, piece, saved)
+            both = FlatRange(max(held.start, part.start), min(held.stop, part.stop))
             if both.start < both.stop:
                 filled += both.stop - both.start
-                source = _FlatPlace(self._read(piece), both.start - there.start)
+                source = _FlatPlace(self._read(piece), both.start - part.start)
                 own = _FlatPlace(target, both.start - held.start)
                 _copy(name, source, own, both.stop - both.start)
         if filled != length:
@@ -183,7 +183,7 @@ class ShardReader:
 
 
 class _FlatPlace(NamedTuple):
-    """A tensor, and the index of a flat number in it."""
+    """A tensor, and the index of a number in the flat tensor."""
 
     tensor: Tensor
     first: int

@@ -26,11 +26,11 @@ from highwater.errors import UsageError
 from highwater.nouns.codec import from_json
 
 Group = Literal["rank", "context", "data", "all"]
-"""Ranks that a number is put together from: this ``rank`` alone; the ``context`` ranks, which share
-its sequences; the ``data`` ranks, which have the same place in other sequences; or ``all``."""
+"""Ranks whose parts a number combines: this ``rank`` alone; the ``context`` ranks, which share its
+sequences; the ``data`` ranks, which have the same place in other sequences; or ``all``."""
 How = Literal["sum", "mean", "min", "max", "each", "same", "rate"]
-"""``each``: the number of every rank, as a list by rank. ``same``: every rank has it already.
-``rate``: from other quantities."""
+"""How parts are combined. ``each``: into a list by rank. ``same``: not, as every rank has the same
+number already. ``rate``: not, as the number is computed from other quantities."""
 
 DOCUMENT = "document"
 """The ``per`` of quantities with a number for each document, over all its ranks."""
@@ -38,7 +38,7 @@ DOCUMENT = "document"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """Rule by which one number of a step is put together."""
+    """Rule by which the ranks' parts of one number of a step are combined."""
 
     how: How
     says: str = ""
@@ -47,16 +47,16 @@ class Quantity:
     """Denominator of a mean: a count of the step, a sum of the caller's own, or DOCUMENT."""
     group: Group = "all"
     is_count: bool = False
-    """True if it is a whole number, put together from whole numbers alone."""
+    """True for a whole number, combined from whole numbers alone."""
 
 
 _FILE = Path(__file__).with_name("statistics.json")
 QUANTITIES: Mapping[str, Quantity] = from_json(_FILE.read_bytes(), dict[str, Quantity])
-"""The quantities, in the order in which a line has them. A line leaves out what a step has not; the
-reference page is written from this table."""
+"""A step's own quantities, in the order of a line in the statistics file, which leaves out those
+that a step lacks. The reference page is written from this table."""
 
 Reduced = float | int | tuple[float | int | None, ...] | None
-"""A number, of every rank for ``each``; None if there was nothing to divide or compare."""
+"""A combined number; for ``each`` one number a rank. None: nothing to divide or compare."""
 _NOT_SENT = ("same", "rate")
 _DECLARATION = "`quantities={'my_metric': Quantity(how='sum')}`"
 _OF_ONES_OWN = ("sum", "mean", "min", "max")
@@ -67,7 +67,7 @@ _PER_DOCUMENT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """Place of a rank among all; neighbours share sequences."""
+    """Place of a rank among all; ranks that share a sequence have consecutive numbers."""
 
     rank: int
     ranks: int
@@ -75,7 +75,7 @@ class Coordinates:
     """Number of ranks that share one sequence."""
 
     def slot(self, group: Group, rank: int | None = None) -> int:
-        """Return the number of a rank's group of this kind; None: this rank's."""
+        """Return the index of the group of this kind that ``rank`` is in (None: this rank)."""
         rank = self.rank if rank is None else rank
         data_rank, place = divmod(rank, self.sharing)
         return {"rank": rank, "context": data_rank, "data": place, "all": 0}[group]
@@ -85,7 +85,7 @@ class Coordinates:
         return self.slot(group, self.ranks - 1) + 1
 
     def members(self, group: Group) -> list[int]:
-        """Return the ranks of this rank's group of this kind."""
+        """Return the ranks in this rank's group of this kind."""
         return [rank for rank in range(self.ranks) if self.slot(group, rank) == self.slot(group)]
 
 
@@ -154,11 +154,11 @@ class Statistics:
         self._of_documents += zip(logprob_sums or [0.0] * len(counts), counts, strict=True)
 
     def export(self, *, most_documents: int) -> dict[str, Reduced]:
-        """Return the step's numbers that have parts, and forget those; all ranks must call it.
+        """Return the step's numbers that have parts, and forget the parts; all ranks must call it.
 
-        ``most_documents``: the most that any rank added, the same on all ranks. A number not
-        combined from all ranks is the one of this rank's group. Raises UsageError if a rank added
-        nothing to the denominator of a mean that it added to, and for a count past 2**53.
+        ``most_documents``: the most documents that any rank added, the same on all ranks. A number
+        that only a group combines is returned for this rank's group. Raises UsageError if a rank
+        added nothing to the denominator of a mean that it added to, and for a count past 2**53.
         """
         numbers_of_all = [*self._scalars(), *self._documents(most_documents)]
         row = torch.tensor(numbers_of_all, dtype=torch.float64)
@@ -187,7 +187,7 @@ class Statistics:
 
     @property
     def _sent(self) -> Iterator[tuple[str, Quantity, Group]]:
-        """Yield each scalar that is summed with its kind of slots; others have one a rank."""
+        """Yield each quantity that is summed, with its slots: one a group, or one a rank."""
         for name, quantity in self._quantities.items():
             if quantity.per != DOCUMENT and quantity.how not in _NOT_SENT:
                 is_sum = quantity.how in ("sum", "mean")
@@ -202,7 +202,7 @@ class Statistics:
                 yield from slots
 
     def _sent_of(self, name: str, quantity: Quantity) -> tuple[float, ...]:
-        """Return a quantity's ``_numbers_of`` values here, of which one says if it has a part."""
+        """Return this rank's values of a quantity, as many as ``_numbers_of`` says."""
         part, is_there = self._part(name), name in self._parts
         match quantity.how:
             case "mean":
@@ -304,7 +304,7 @@ def _declared(
                 f"{name} is a mean, and cannot be declared as a count", hint="leave `is_count` out"
             )
     quantities = {**QUANTITIES, **own}
-    # a value that ranks have in common is added in shares, one on every rank
+    # ranks that share a sequence add equal values: each adds a share of it (Statistics._shares)
     whole: dict[str, Group] = {
         name: "all" if each.group == "data" else each.group for name, each in own.items()
     }
@@ -378,7 +378,7 @@ def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _numbers_of(quantity: Quantity) -> int:
-    """Values in a slot: 3 of a mean (numerator, denominator, ranks without one), 2 of min, max."""
+    """Values a slot: 3 for a mean (numerator, denominator, ranks that lack it), 2 for min, max."""
     return {"mean": 3, "min": 2, "max": 2}.get(quantity.how, 1)
 
 

@@ -51,9 +51,9 @@ class StatisticsLog:
     def write(
         self, step: int, known: Mapping[str, float], *, step_time_s: float, memory: RankMemory
     ) -> None:
-        """Write a step's numbers; ``known`` are those that all ranks have.
+        """Write a step's numbers; ``known``: those that are equal on all ranks, like the loss.
 
-        All ranks call this, once the device has done the step.
+        All ranks must call this, after the device has finished the step.
         """
         began = time.perf_counter()
         statistics, record = self._statistics, self._training.record

@@ -35,9 +35,8 @@ UseGradients = Callable[[nn.Module, torch.optim.Optimizer], None]
 def train_step(
     training: Training, micro_batches: Sequence[Batch], *, enter: OnPhase = unheard
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Train one step on this rank's micro-batches; returns the whole batch's loss, and norms.
-
-    The first norm is the policy's, the second the critic's if there is one.
+    """Train one step on this rank's micro-batches; returns the whole batch's loss, and the norms of
+    the gradients before clipping: the policy's, then the critic's if there is one.
 
     Gradients are reduced to their shards after every micro-batch: unsharded ones never accumulate.
     """
@@ -105,7 +104,7 @@ def clear_gradients(training: Training, model: nn.Module, optimizer: torch.optim
 
 
 def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
-    """Clip the whole gradient in place to ``max_norm`` (0: not); returns its norm before.
+    """Clip the whole gradient in place to ``max_norm`` (0: no clipping); returns its norm before.
 
     Shards are measured where they are, on the host if offloaded, and one number is summed over the
     ranks on the mesh's device: a collective on the host would need gloo beside NCCL. Norms are in

@@ -1,8 +1,8 @@
-"""Step record: numbers of each trained token of a step, copied to the host while it goes on; and
-the training whose steps they are of.
+"""Step record: numbers of each trained token of a step, copied to the host while the step runs.
+Also ``Training``: the models, optimizers and settings of a step.
 
-They take no device memory, and nothing waits for them: they may be read once the device is
-synchronised, as it is when a step's loss is read. They are 8 to 24 bytes for each trained token.
+The numbers take no device memory, and nothing waits for their copies: they may be read once the
+device is synchronised, as when a step's loss is read. They take 8 to 24 bytes a trained token.
 
 Shapes:  N trained tokens of one micro-batch, this rank's share  D documents of the micro-batch
 """
@@ -27,7 +27,7 @@ from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
 
 _OF_LOGITS = ("logit_min", "logit_max", "logit_min_avg", "logit_max_avg")
-"""Names of quantities, in the order in which a LogitRange is read."""
+"""Names of the quantities that ``LogitRange.read`` returns, in its order."""
 
 
 class TokenNumbers(NamedTuple):
@@ -48,7 +48,7 @@ class StepRecord:
     most_documents: int = 0
     """Largest number of documents that any rank has in the step."""
     tokens: list[TokenNumbers] = field(default_factory=list[TokenNumbers])
-    """Numbers of each micro-batch; empty for an objective without log-probabilities."""
+    """Numbers of each micro-batch's tokens; empty for an objective without log-probabilities."""
     logit_range: LogitRange | None = None
     """Range of the policy's logits; None if it is not asked for."""
 

@@ -70,8 +70,8 @@ class StepResult(NamedTuple):
 class Trainer:
     """A model, its optimizer and all else that a step needs, for a training loop of your own.
 
-    Every rank of the loop makes one, with the same keywords, and calls the same methods in the same
-    order. A process has one at a time: it joins the process group, which ``close`` leaves.
+    Every rank of the loop makes a Trainer, with the same keywords, and calls the same methods in
+    the same order. A process has one at a time: it joins the process group, which ``close`` leaves.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Trainer:
     def step(self, micro_batches: Iterable[Any]) -> StepResult:
         """Train on micro-batches of this data-parallel rank: forward, backward, clip, update.
 
-        Each is a list of documents, which are packed into one row without padding. A document is a
+        A micro-batch is a list of documents, packed into one row without padding. A document is a
         list of token ids, or a mapping with ``input_ids`` and optionally ``labels``, ``reward``,
         ``group`` and ``logprobs``. Documents are at most ``length`` long, a micro-batch ``length``
         times the sequences per micro-batch. Every rank must give the same number of micro-batches.
@@ -332,7 +332,7 @@ class Trainer:
         return [self._context.share_of(batch) for batch in whole]
 
     def _read(self, micro_batches: Iterable[Any], *, trains: bool) -> tuple[list[Batch], int]:
-        """Pack this data rank's micro-batches, and count all tokens; UsageError on every rank."""
+        """Pack this data rank's micro-batches, count all ranks' tokens; all raise if one must."""
         whole: list[Batch] = []
         refusal: HighwaterError | None = None
         try:
@@ -377,7 +377,7 @@ class Trainer:
             )
 
     def _agree(self, refusal: HighwaterError | None) -> None:
-        """Raise on every rank if one refuses: there its own error, elsewhere which rank it was."""
+        """Raise on all ranks if one has a refusal: there its own, elsewhere one that names it."""
         told = every_ranks([int(refusal is not None)], torch.int64, self.training.mesh)
         if refusal is not None:
             raise refusal

@@ -33,7 +33,7 @@ from highwater.nouns.trial import Device, TrialSpec, serve
 from highwater.units import format_tokens
 
 _RUNG = ("memory", "token_budget", "device", "logit_range", SETTING, "log_dir")
-"""Settings of a trial that concern a step, besides those that ``emit`` takes too."""
+"""Settings of a trial that concern a step although ``emit`` does not take them."""
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)(?: ([^\s`-][^\s`]*))?")
 _FLAGS = re.compile(rf"`((?:{_FLAG.pattern} ?)+)`")
 _NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
@@ -50,9 +50,9 @@ KEYWORDS = tuple(
 def trial_of(
     model: str, length_tokens: int, settings: Mapping[str, Any], *, seed: int
 ) -> tuple[TrialSpec, Request]:
-    """Return the trial whose step is trained, and the request that asks for it.
+    """Return the trial whose step a Trainer takes, and the request that asks for it.
 
-    HighwaterError, with keywords in its hint, for what no step can be.
+    Raises HighwaterError, with keywords in its hint, for settings that no step can have.
     """
     try:
         _refuse_what_is_no_steps(settings)
@@ -146,10 +146,10 @@ def _machine(device: Device, ranks: int) -> Machine:
 
 
 def prepare(order: PreparationOrder, scratch: Path) -> Prepared:
-    """Make a model directory that can be opened, in ``scratch`` first, if the model's own cannot
-    be; write the documents that were ordered.
+    """Return a model directory that any trainer opens, made by way of ``scratch`` if the model's
+    own lacks files; write the ordered documents.
 
-    Raises HighwaterError if it cannot be prepared.
+    Raises HighwaterError if such a directory cannot be made.
     """
     directory = openable_directory(
         Path(order.model_directory), Path(order.cache_directory), scratch, seed=order.seed

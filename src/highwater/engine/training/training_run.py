@@ -1,5 +1,5 @@
 """Training run on one rank: take the trial's step over a corpus, from the last checkpoint to the
-last step, with evaluations, checkpoints and an export. Told to stop, it saves a checkpoint first.
+last step, with evaluations, checkpoints and an export. On SIGTERM it saves a checkpoint and stops.
 
 An evaluation's sums of losses and of their counts are added up over all ranks, including those that
 share a sequence, and divided once: the same for any layout and any way to cut batches.
@@ -95,7 +95,7 @@ def _over_all_ranks(training: Training, losses: Sequence[Tensor], count: float) 
 
 
 _EVALUATED = 16
-"""Rows evaluated at a time, which bounds rows in memory and log-probabilities on the device."""
+"""Rows evaluated at a time: a bound of the rows in memory and log-probabilities on the device."""
 
 
 class OwnRow(NamedTuple):
@@ -210,7 +210,7 @@ class TrainingRun(RankRun):
         self._checkpoints = RunCheckpoints(Path(spec.output_directory))
 
     def run(self) -> None:
-        """Train the steps that are left, or until told to stop."""
+        """Train the remaining steps, or until SIGTERM; save, and export after the last step."""
         signal.signal(signal.SIGTERM, self._stop)
         spec = self.training_spec
         training, context = self.assembled()
@@ -381,7 +381,7 @@ class TrainingRun(RankRun):
 
 
 def _broken_in(training: Training, rows: Sequence[OwnRow]) -> tuple[Sequence[str], Sequence[str]]:
-    """Name the documents with a log-probability that is not finite, and all, over all ranks."""
+    """Name all ranks' documents with a log-probability that is not finite, and all documents."""
     broken: list[str] = []
     for row, tokens in zip(rows, training.record.tokens, strict=False):
         is_broken_N = ~tokens.logprobs_N.isfinite().cpu()
@@ -417,7 +417,7 @@ def _step_of(line: bytes) -> float:
 
 
 def _has_broken_weights(training: Training, *, frozen: bool) -> bool:
-    """True if any weight on any rank is not finite: trained ones, or with ``frozen`` all."""
+    """True if a weight on any rank is not finite: a trained one, or with ``frozen`` any weight."""
     shards = (
         local_shard(parameter.detach())
         for model, _ in training.trained

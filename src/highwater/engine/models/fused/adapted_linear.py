@@ -4,9 +4,9 @@ made.
 
 No gradient is computed for a weight and bias that need none. Such a weight may be packed (nf4.py).
 
-A weight's gradient may be summed over parts of the tokens, as exactly as in one product.
+A weight's gradient may be summed over parts of the tokens, as exactly as in a single product.
 
-Shapes:  T tokens, or those of one part  I inputs  O outputs  R rank
+Shapes:  T tokens, all or one part of them  I inputs  O outputs  R rank
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class AdaptedLinear(nn.Module):
             self.add_module(name, getattr(theirs, name))
         self.scale = scale
         self.is_on = True
-        """True if the adapter takes part; else this computes only the frozen layer."""
+        """True if the adapter is used; else only the frozen layer is."""
 
     @property
     def adapter(self) -> Adapter | None:
@@ -136,8 +136,8 @@ def product_backward(
     needed: Sequence[bool],
     before_TI: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of input, weight and bias, each None unless needed, and of A and B. The
-    input's is added to ``before``, in place, if there is one.
+    """Return the gradients of input, weight and bias, each None unless ``needed``, and of A and B.
+    The gradient of the input is added to ``before_TI`` in place, if that is given.
     """
     of_input, of_weight, of_bias = needed
     of_product_TR = None if adapter is None else (gradient_TO @ adapter.b_OR).mul_(adapter.scale)
@@ -167,8 +167,8 @@ class AdapterGradient:
         self._a, self._b = WeightGradient(adapter.a_RI), WeightGradient(adapter.b_OR)
 
     def add(self, gradient_TO: Tensor, x_TI: Tensor) -> Tensor:
-        """Add the gradients of one part of the tokens; returns the gradient of ``x A^T``, from
-        which the input gets a share too.
+        """Add the gradients of one part of the tokens; returns the gradient of ``x A^T``, (T, R),
+        from which the caller computes the adapter's share of the input's gradient.
         """
         a_RI, b_OR, scale = self.adapter
         of_product_TR = (gradient_TO @ b_OR).mul_(scale)

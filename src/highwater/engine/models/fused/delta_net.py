@@ -1,14 +1,14 @@
 """Gated DeltaNet: a decoder layer's linear attention by engine/attention/gated_delta, which keeps
 packed documents apart; ranks share it by heads, by a ring, or both.
 
-Projections are the family's own. A key head goes with the value heads that share it: what is
-projected for one is traded together, and a rank convolves the channels of its own heads.
+Projections are the family's own. A key head stays with the value heads that share it: Ulysses
+trades all their projections together, and a rank convolves the channels of its own heads.
 
 A ring deals the pieces of every document out to its ranks, so that causal attention is as much work
 for each (engine/parallel/sequence_layout). A state would pass from piece to piece of each document,
-4 MB a piece and layer of Qwen3.5-9B, however short documents are. Here tokens are brought into the
-row's order instead, in front of the projections, and back behind them: each rank then has one slice
-of the row, and one state crosses from each to the next.
+4 MB a piece and layer of Qwen3.5-9B, however short documents are. So tokens are brought into the
+row's order before the projections, and back after them: each rank then has one slice of the row,
+and only one state passes from each rank to the next.
 
 Shapes:  B 1  T tokens of this rank  S tokens of the row  E hidden size  G key heads  r value heads
          of a key head  H = G r value heads  V size of a value head  C channels of the convolution
@@ -41,9 +41,10 @@ _PROOF_SIZES = {
     "linear_value_head_dim": 6,
 }
 _PROOF_LENGTHS = (41, 70, 1)
-"""Documents of the proof: one is longer than a chunk."""
+"""Tokens of the proof's documents, of which one is longer than a chunk."""
 _PROOF_TOLERANCE = 1e-4
-"""Of float32, in which families compute whatever their inputs are; another formula is far off."""
+"""Tolerance in float32, in which families compute whatever the inputs' dtype; another formula is
+far off."""
 
 
 class GatedDeltaNet(nn.Module):
@@ -83,13 +84,13 @@ class GatedDeltaNet(nn.Module):
         if shared.ring is None:
             return self._of_row(x_TE, sequence_layout)[None]
         assert shared.every is not None, "who is in a ring shares sequences"
-        there, back = sequence_layout.routes_of(shared.rank, x_TE.device)
-        ordered_TE = routed(x_TE, there, back, shared.every)
+        to_row, back = sequence_layout.routes_of(shared.rank, x_TE.device)
+        ordered_TE = routed(x_TE, to_row, back, shared.every)
         out_TE = self._of_row(ordered_TE, sequence_layout)
-        return routed(out_TE, back, there, shared.every)[None]
+        return routed(out_TE, back, to_row, shared.every)[None]
 
     def _of_row(self, x_TE: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the output for tokens that ranks have in the order of the row, (T, E)."""
+        """Return the output, (T, E), for a rank's tokens in the order of the row."""
         own: Any = self
         *heads_TGX, beta_TGr, rate_TGr = self._projected(x_TE)
         wide = torch.promote_types(x_TE.dtype, torch.float32)
@@ -111,8 +112,8 @@ class GatedDeltaNet(nn.Module):
         return own.out_proj(out_THV.flatten(1))
 
     def _projected(self, x_TE: Tensor) -> list[Tensor]:
-        """Return queries, keys, values and gates by key heads, TGX, then beta and what decay is
-        computed of, TGr.
+        """Return queries, keys, values and gates by key heads, TGX, then beta and the input of the
+        decay, both before their activations, TGr.
         """
         own, heads = cast(Any, self), self.heads
         keys = heads.key_size
@@ -136,8 +137,8 @@ class GatedDeltaNet(nn.Module):
         rank: int,
         degree: int,
     ) -> Tensor:
-        """Return what the rank's share of the heads gives for the whole row, or in a ring for its
-        slice of it, SHV.
+        """Return the output of this rank's share of the heads for the whole row, or in a ring for
+        its slice of the row, SHV.
         """
         own, heads = cast(Any, self), self.heads
         *qkv, gate_SGX = heads_SGX
@@ -169,8 +170,8 @@ def _traded(tensor_TGX: Tensor, group: dist.ProcessGroup) -> Tensor:
 def fuse_delta_nets(causal_lm: PreTrainedModel, attention: Attention) -> None:
     """Replace every gated DeltaNet of a family by ours, in place.
 
-    Raises ModelError for one that computes something else, or that ranks cannot share, and
-    MachineError where it cannot be compared.
+    Raises ModelError for a layer that computes something else, or whose heads the ranks cannot
+    share, and MachineError if the family's class does not run, so that ours cannot be compared.
     """
     proven: set[type[nn.Module]] = set()
     for parent in list(causal_lm.modules()):
@@ -187,7 +188,7 @@ def fuse_delta_nets(causal_lm: PreTrainedModel, attention: Attention) -> None:
 
 
 def _refuse_shared(ours: GatedDeltaNet, family: str) -> None:
-    """Raise ModelError for ranks that cannot share a sequence by the heads of a layer."""
+    """Raise ModelError if the Ulysses degree does not divide the layer's key heads."""
     shared, heads = ours.attention.shared, ours.heads.key_heads
     if shared.ulysses is not None:
         degree = dist.get_world_size(shared.ulysses)
@@ -200,7 +201,9 @@ def _refuse_shared(ours: GatedDeltaNet, family: str) -> None:
 
 
 def _prove(theirs: nn.Module, config: PreTrainedConfig) -> None:
-    """Raise unless a small module of the class gives for documents alone what ours gives packed."""
+    """Raise ModelError unless ours gives packed documents the outputs that a small module of the
+    class gives each alone; MachineError if that class does not run.
+    """
     generator = torch.Generator().manual_seed(0)
     kind: Any = type(theirs)
     small_config = copy.copy(config)
@@ -215,7 +218,7 @@ def _prove(theirs: nn.Module, config: PreTrainedConfig) -> None:
             for tokens in _PROOF_LENGTHS
         ]
         verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # it would warn that its own path is slow: ours is not it
+        logging.set_verbosity_error()  # it would warn that its path is slow, which ours is not
         try:
             expected = torch.cat([small(each) for each in inputs], dim=1)
         except Exception as error:

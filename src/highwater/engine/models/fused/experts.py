@@ -1,14 +1,14 @@
-"""Experts of a mixture in tiles of tokens: copies of tokens for their experts, and the products of
-those, are there for one tile at a time, forward and backward.
+"""Experts of a mixture in tiles of tokens: the copies of tokens for their experts, and the products
+of these copies, exist for one tile at a time, forward and backward.
 
-Kept for the backward pass are the experts' input, which experts each token goes to and with what
-weights; a tile's products are computed again, but for the last: the gradient of an expert's weight
-in the sum is the product of what goes into its last matrix and the gradient of that. As with a
-gated MLP (gated_mlp.py) that costs no time where layers are recomputed. Routers are not part of it:
-they see all tokens at once. Tokens of one tile take the family's own way, without adapters (LoRA).
+Kept for the backward pass are the experts' input, and the experts and weights of each token. A
+tile's products are computed again, except the last: the gradient of a token's weight for an expert
+is the last matrix's input times that input's gradient. As with a gated MLP (gated_mlp.py) this
+costs no time where layers are recomputed. Routers are not in tiles: they see all tokens at once. If
+all tokens fit one tile and there is no LoRA, the family's own implementation computes them.
 
-A family's own experts are what transformers calls one experts implementation of several, of which
-this is another; they keep their parameters.
+This is registered with transformers as one more experts implementation; a family's experts keep
+their parameters.
 
 Shapes:  T tokens  t tokens of a tile  X experts  K experts of a token  S = t K copies, by expert
          E hidden size  F width of an expert  I inputs  O outputs  R rank of an adapter
@@ -32,15 +32,15 @@ IMPLEMENTATION = "highwater_tiles"
 
 
 def use_tiles(experts: Any, *, tiles: int | None, untiled: Callable[..., Tensor]) -> None:
-    """Note on a family's experts in how many tiles they go (None: of a fixed size), and the
-    implementation that computes tokens of one tile.
+    """Set on a family's experts the number of tiles (None: tiles of a fixed size), and the
+    implementation to use if all tokens fit one tile.
     """
     experts.tiles, experts.untiled = tiles, untiled
 
 
 class AdaptedExperts(nn.Module):
-    """Experts with an adapter on one of their parameters, by peft's names: around the experts, or
-    around those with an adapter on the other one.
+    """Experts with an adapter on one of their parameters, by peft's names. The base layer is the
+    experts, or AdaptedExperts with an adapter on the other parameter.
     """
 
     def __init__(self, theirs: Any, *, scale: float) -> None:
@@ -54,7 +54,7 @@ class AdaptedExperts(nn.Module):
         """True if the adapter takes part."""
 
     def adapted(self) -> tuple[Any, dict[str, Tensor]]:
-        """Return the experts themselves, and A and B around them by the names of _ExpertWeights."""
+        """Return the inner experts, and all adapters' A and B by the names of _ExpertWeights."""
         inner = self.base_layer
         base, around = inner.adapted() if isinstance(inner, AdaptedExperts) else (inner, {})
         if not self.is_on:
@@ -80,13 +80,13 @@ def experts_output(
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
     scale: float = 1.0,
 ) -> Tensor:
-    """Return the sum of each token's experts, weighted; this is the experts implementation."""
+    """Return each token's weighted sum of its experts' outputs, (T, E); transformers calls this."""
     rows = expert_tile_tokens(len(hidden_TE), tiles=experts.tiles)
     if rows >= len(hidden_TE) and not adapters:
         return experts.untiled(experts, hidden_TE, chosen_TK, weights_TK)
     weights = _ExpertWeights(experts.gate_up_proj, experts.down_proj, **adapters)
-    # Two functions, so that the kept tensors, at which a recomputation ends, come before the
-    # products are computed.
+    # Two functions, so that a recomputation, which ends at the last kept tensor, computes no
+    # products.
     kept_TE: Tensor = _KeepExperts.apply(hidden_TE, chosen_TK, weights_TK, rows, scale, *weights)
     detached = (None if each is None else each.detach() for each in (weights_TK, *weights))
     return cast(Tensor, _ComputeExperts.apply(kept_TE, rows, scale, chosen_TK, *detached))
@@ -97,13 +97,13 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_output)
 
 class _ExpertWeights(NamedTuple):
     gate_up: Tensor
-    """Of (X, 2 F, E): gate above up."""
+    """Shape (X, 2 F, E): rows of gate, then rows of up."""
     down: Tensor
-    """Of (X, E, F)."""
+    """Shape (X, E, F)."""
     gate_up_a: Tensor | None = None
-    """Of (X, R, E)."""
+    """Shape (X, R, E)."""
     gate_up_b: Tensor | None = None
-    """Of (2 F, R, X)."""
+    """Shape (2 F, R, X)."""
     down_a: Tensor | None = None
     down_b: Tensor | None = None
 
@@ -121,7 +121,7 @@ class _ExpertWeights(NamedTuple):
 
 
 class _ExpertProduct(NamedTuple):
-    """A matrix of each expert, with its adapter if it has one."""
+    """One matrix of every expert, with its adapter if it has one."""
 
     weight_XOI: Tensor
     a_XRI: Tensor | None
@@ -129,7 +129,7 @@ class _ExpertProduct(NamedTuple):
     scale: float
 
     def of(self, x_SI: Tensor, end_X: Tensor) -> Tensor:
-        """Return the product with each copy."""
+        """Return each copy's product with its expert's matrix, SO."""
         out_SO = _grouped(x_SI, self.weight_XOI.mT, end_X)
         if self.a_XRI is not None and self.b_XOR is not None:
             x_SR = _grouped(x_SI, self.a_XRI.mT, end_X)
@@ -197,15 +197,15 @@ class _ComputeExperts(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _ExpertCopies:
-    """The copies of a tile's tokens, in the order of the experts that they go to."""
+    """Copies of a tile's tokens, sorted by the experts that they go to."""
 
     order_S: Tensor
-    """Number of each copy, as tokens have theirs one after another."""
+    """Index that each copy had before sorting, token after token."""
     token_S: Tensor
     place_S: Tensor
-    """Where each token's copies are, one token after another."""
+    """Index after sorting of each copy, token after token: the inverse of ``order_S``."""
     end_X: Tensor
-    """Where each expert's copies end."""
+    """Index past each expert's last copy."""
 
     @staticmethod
     def of(chosen_tK: Tensor, experts: int) -> "_ExpertCopies":
@@ -218,8 +218,8 @@ class _ExpertCopies:
 
 
 class _ExpertSums:
-    """Gradients of the weights that have one, summed over tiles in float32: a tile's share is
-    rounded as one of all tokens is.
+    """Gradients of the weights that need one, summed over tiles in float32 or wider; a tile's share
+    is rounded to the weights' dtype, as the gradient over all tokens would be.
     """
 
     def __init__(self, weights: _ExpertWeights, needed: Sequence[bool]) -> None:
@@ -231,20 +231,20 @@ class _ExpertSums:
         ]
 
     def add_into(self, part: int, product: _ExpertProduct, *given: Tensor) -> None:
-        """Add a tile's share of gate (part 0) or up (1): ``given`` are the product's gradient, what
-        it was of, and where each expert's copies end.
+        """Add a tile's share for gate (part 0) or up (1); ``given``: the gradient of the product,
+        its input, and the index past each expert's last copy.
         """
         weight, _, a, b, *_ = self._sums
         weight = None if weight is None else weight.chunk(2, dim=1)[part]
         _add(product, weight, a, None if b is None else b.chunk(2)[part], *given)
 
     def add_out(self, product: _ExpertProduct, *given: Tensor) -> None:
-        """Add a tile's share of the product that leads out."""
+        """Add a tile's share for down; ``given`` is as in ``add_into``."""
         _, weight, _, _, a, b = self._sums
         _add(product, weight, a, b, *given)
 
     def totals(self) -> list[Tensor | None]:
-        """Return the gradients, None for a weight without one."""
+        """Return the gradients in the weights' dtype and order, None for a weight without one."""
         for number, each in enumerate(self._sums):  # freed before the next one is rounded
             self._sums[number] = None if each is None else each.to(self._dtype)
         return self._sums
@@ -301,7 +301,7 @@ def _tile_backward(
     x_SE = x_tE[copies.token_S]
     gate_SF, up_SF = (each.of(x_SE, end_X) for each in into)
     del x_SE
-    # Of the sum before it is weighted: all gradients are those times a copy's weight.
+    # Without the copies' weights, by which the products' gradients are multiplied below.
     gradient_SE = gradient_tE[copies.token_S]
     inner_SF = _input_gradient([out], [gradient_SE], end_X)
     share_SF = inner_SF.clone()
@@ -326,8 +326,8 @@ def _tile_backward(
 def _input_gradient(
     products: Sequence[_ExpertProduct], gradients: list[Tensor], end_X: Tensor
 ) -> Tensor:
-    """Return the gradient of what products of the same copies are of, which share an adapter's A;
-    their own gradients are freed, one after the other.
+    """Return the gradient of the input that all ``products`` have; they share an adapter's A. The
+    products' ``gradients`` are freed one after another.
     """
     total_SI = total_SR = None
     for product in reversed(products):
@@ -345,12 +345,12 @@ def _input_gradient(
 
 
 def _grouped(a: Tensor, b: Tensor, end_X: Tensor) -> Tensor:
-    """Return the products of each expert's copies: a's rows with its matrix in ``b``, or, of two
-    matrices, a's columns with b's rows.
+    """Return a product for each expert's copies: of a's rows with the expert's matrix in ``b``, or
+    if ``b`` is one matrix, of a's columns with b's rows.
     """
     if a.dtype is not torch.float64:
         return F.grouped_mm(a, b, offs=end_X)
-    starts, ends = [0, *end_X[:-1].tolist()], end_X.tolist()  # PyTorch has none in float64
+    starts, ends = [0, *end_X[:-1].tolist()], end_X.tolist()  # grouped_mm has no float64
     each = [slice(*bounds) for bounds in zip(starts, ends, strict=True)]
     if b.ndim == 3:
         return torch.cat([a[rows] @ matrix for rows, matrix in zip(each, b, strict=True)])

@@ -1,9 +1,9 @@
-"""Fused modules: replace modules of a family by our own where a small proof shows that they compute
+"""Fused modules: replace modules of a family by our own if a small proof shows that both compute
 the same.
 
 A family's RMS norm is a dozen elementwise kernels with float32 copies of its input; PyTorch's is
-one kernel each way that keeps the input and one number per row. The norm and rotation of all heads
-are two kernels, against a dozen of a family (engine/models/fused/rotary_attention.py). A gated MLP
+one kernel each way that keeps the input and one number per row. Ours normalises and rotates all
+heads in two kernels, a family in a dozen (engine/models/fused/rotary_attention.py). A gated MLP
 keeps only its input (engine/models/fused/gated_mlp.py), and so do experts in tiles (experts.py).
 
 Proofs run small modules of the family's own classes on random numbers, on the CPU.
@@ -26,9 +26,8 @@ from highwater.nouns.layout import TILED_EXPERTS
 
 PROOF_SIZE = 32
 PROOF_TOLERANCE = 1e-5
-"""Relative tolerance in float32, for the same operations in another order.
-
-A norm that computes anything else is off by far more."""
+"""Relative tolerance in float32, for the same operations in another order. A norm that computes
+anything else is off by far more."""
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _PROOF_HEADS, _PROOF_KEYS = 4, 2
 _PROOF_ATTENTION = "highwater_proof"
@@ -36,12 +35,10 @@ _PROOF_ATTENTION = "highwater_proof"
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every RMS norm that equals ours in place, 1 added to its weight where the family
-    does; returns how many were replaced.
-
-    Parameters keep their names.
+    """Replace every RMS norm that equals ours, in place, also one of a family that adds 1 to the
+    weight; returns how many were replaced. Parameters keep their names.
     """
-    added_by = cache(_added_to_the_weight)  # one proof is of all norms of a kind
+    added_by = cache(_added_to_the_weight)  # norms of one class and epsilon share one proof
     count = 0
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
@@ -58,7 +55,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    """Return the epsilon of a module named as an RMS norm over its last dimension; else None."""
+    """Return the epsilon of a module that has the name and weight of an RMS norm; else None."""
     if not type(module).__name__.endswith("RMSNorm") or isinstance(module, nn.RMSNorm):
         return None
     weight_alone = [name for name, _ in module.named_parameters()] == ["weight"]
@@ -69,8 +66,8 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def _added_to_the_weight(kind: type[nn.Module], eps: float) -> float | None:
-    """What a class of norms adds to its weight, 0 or 1, where a small one equals ours with that, on
-    inputs of many magnitudes; else None.
+    """Return the number, 0 or 1, that a class of norms adds to its weight: the one with which ours
+    equals a small norm of the class on inputs of many magnitudes. None if neither does.
     """
     try:
         theirs = cast(Any, kind)(PROOF_SIZE, eps=eps).to(device="cpu", dtype=torch.float32)
@@ -90,18 +87,18 @@ def _added_to_the_weight(kind: type[nn.Module], eps: float) -> float | None:
 
 
 class RmsNorm(nn.RMSNorm):
-    """PyTorch's RMS norm on a GPU; on the CPU, and for a weight that something is added to, our own
+    """PyTorch's RMS norm on a GPU; on the CPU, and if a number is added to the weight, our own
     (engine/kernels/norm.py): PyTorch's would be a dozen operators with copies in float32.
     """
 
     def __init__(self, size: int, *, added: float = 0.0, **how: Any) -> None:
-        """``added``: what is added to the weight, in float32; ``how`` is as in PyTorch's."""
+        """``added``: number added to the weight, in float32; ``how``: arguments of PyTorch's."""
         super().__init__(size, **how)
         self.added = added
 
     @property
     def scale(self) -> Tensor:
-        """What a row is multiplied by: the weight itself, or what is added to it too."""
+        """Factors of a row's numbers: the weight, plus ``added`` in float32 or wider."""
         if not self.added:
             return self.weight
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.added
@@ -166,7 +163,7 @@ def _proven_features(module: nn.Module) -> dict[str, Any] | None:
             # A scale computed from the head's size would be that of the small copy.
             if features is None or features.get("scaling") != getattr(module, "scaling", None):
                 return None
-    # it needs something that ours does not give: not replaced
+    # the module needs something that ours does not give: not replaced
     except Exception:  # noqa: BLE001
         return None
     return None if _rotates_a_part(theirs, inputs, cosines[..., ::2], sines[..., ::2]) else features
@@ -176,7 +173,7 @@ def _features_of_equals(
     theirs: nn.Module, inputs: Tensor, positions: tuple[Tensor, Tensor]
 ) -> dict[str, Any] | None:
     """Return the keywords that ``theirs`` gives its attention function, if a RotaryAttention of its
-    parts gives the same heads and keywords, and has the same output; else None.
+    parts gives the function the same heads and keywords, and has the same output; else None.
     """
     seen: list[tuple[list[Tensor], dict[str, Any]]] = []
 
@@ -257,7 +254,7 @@ def fuse_mlps(model: nn.Module, *, tiles: int | None) -> int:
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Linear] | None:
-    """Return the linear children of a module that has exactly a gated MLP's; None for any other."""
+    """Return a module's linear children by name if they are exactly a gated MLP's; else None."""
     linear = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
     known = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
     if isinstance(module, GatedMlp) or set(linear) not in known:
@@ -282,7 +279,7 @@ def _computes_gated_mlp(module: nn.Module, projections: dict[str, nn.Linear]) ->
         with torch.no_grad():
             expected = theirs(inputs)
             ours = GatedMlp(small, tiles=None)(inputs)
-    # it needs something besides its projections, which ours does not give: not replaced
+    # the module needs more than its projections, which ours does not give: not replaced
     except Exception:  # noqa: BLE001
         return False
     same = expected.shape == ours.shape
@@ -297,8 +294,8 @@ def _small(name: str, linear: nn.Linear, generator: torch.Generator) -> nn.Linea
 
 
 def tile_experts(model: PreTrainedModel, *, tiles: int | None) -> int:
-    """Have the experts of a family in ``TILED_EXPERTS`` go in tiles if those equal its own, in
-    place; returns how many were changed. ``tiles`` is as in expert_tile_tokens.
+    """Compute experts of a family in ``TILED_EXPERTS`` in tiles, if these equal the family's own,
+    in place; returns how many modules were changed. ``tiles`` is as in expert_tile_tokens.
     """
     found: list[Any] = [each for each in model.modules() if hasattr(each, "gate_up_proj")]
     found = [each for each in found if isinstance(each.gate_up_proj, nn.Parameter)]
@@ -314,7 +311,7 @@ def tile_experts(model: PreTrainedModel, *, tiles: int | None) -> int:
 
 
 def _computes(experts: Any) -> bool:
-    """True if a few small experts of this kind compute the same in tiles, on random numbers."""
+    """True if small experts of this kind give the same in tiles as without, on random numbers."""
     small, call = small_experts(experts)
     with torch.no_grad():
         expected, ours = small.untiled(small, *call), experts_output(small, *call)
@@ -322,8 +319,8 @@ def _computes(experts: Any) -> bool:
 
 
 def small_experts(experts: Any) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
-    """Return a few small experts of a kind, in tiles, with random numbers, and what to call them
-    with: some tokens, the experts that each goes to, and with what weights.
+    """Return three small experts of this kind, in tiles, with random numbers, and arguments to call
+    them with: tokens, the experts of each token, and their weights.
     """
     generator = torch.Generator().manual_seed(0)
     small = copy.copy(experts)
@@ -337,7 +334,7 @@ def small_experts(experts: Any) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
         "down_proj": nn.Parameter(numbers(count, PROOF_SIZE, inner), requires_grad=False),
     }
     small.num_experts = count
-    # transformers' plain way, which has whatever gate, bias or order experts have
+    # transformers' plain implementation, which handles any gate, bias or order of experts
     use_tiles(small, tiles=3, untiled=ALL_EXPERTS_FUNCTIONS["batched_mm"])
     chosen = torch.randint(count, (tokens, 2), generator=generator)
     return small, (numbers(tokens, PROOF_SIZE), chosen, numbers(tokens, 2))

@@ -1,6 +1,6 @@
 """Gated MLP, ``down(silu(gate(x)) * up(x))``, which keeps only its input for the backward pass.
 
-It never holds its products for all tokens. Tokens are computed in tiles: in the forward pass a
+The MLP never holds its products for all tokens. Tokens are computed in tiles: in the forward pass a
 tile's products are dropped; in the backward pass they are computed again and overwritten by their
 gradients. With recomputation this costs nothing: a layer's recomputation ends at the last tensor
 that was kept, here the MLP's input, so that gate and up are computed as often as without tiles.
@@ -29,7 +29,7 @@ from highwater.engine.models.fused.nf4 import Weight, as_tensor, halves, weight_
 from highwater.nouns.layout import TILE_BYTES
 
 _ROWS = 128
-"""Size of a tile is a multiple of this many tokens if there are several tiles."""
+"""Tiles of a size that ``TILE_BYTES`` decides have a multiple of this many tokens."""
 
 
 class GatedMlp(nn.Module):
@@ -51,15 +51,15 @@ class GatedMlp(nn.Module):
         weights, scale = self._weights()
         x_TE = hidden.flatten(0, -2)
         rows = tile_rows(x_TE, weights.down_EF.shape[1], tiles=self.tiles)
-        # Two functions, so that the kept tensor, at which a recomputation ends, comes before the
-        # products are computed.
+        # Two functions, so that a recomputation, which ends at the last kept tensor, computes no
+        # products.
         kept_TE: Tensor = _Keep.apply(x_TE, rows, scale, *weights)
         detached = (w.detach() if isinstance(w, Tensor) else w for w in weights)
         out_TE = cast(Tensor, _Compute.apply(kept_TE, rows, scale, *detached))
         return out_TE.view(hidden.shape)
 
     def _weights(self) -> tuple["_Weights", float]:
-        """Return the tensors of its projections, and the scale of their adapters."""
+        """Return the projections' tensors, and the scale of their adapters."""
         down, down_adapter = parts_of(self.down_proj)
         if hasattr(self, "gate_up_proj"):
             fused, adapter = parts_of(self.gate_up_proj)
@@ -176,7 +176,7 @@ class _Sums:
         self._adapters = [None if each is None else AdapterGradient(each) for each in adapters]
 
     def add(self, index: int, gradient: Tensor, of: Tensor) -> Tensor | None:
-        """Add one tile's share to projection ``index``; returns its adapter's gradient, if any."""
+        """Add a tile's share to projection ``index``; returns the gradient of ``x A^T``, if any."""
         matrix, bias, adapter = self._matrices[index], self._biases[index], self._adapters[index]
         if matrix is not None:
             matrix.add(gradient, of)

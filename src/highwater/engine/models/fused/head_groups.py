@@ -1,12 +1,11 @@
 """Head groups: a layer's attention, computed for some of its key/value heads at a time.
 
-Queries, keys and values, their rotated copies, and what the attention kernel takes while it goes
-backward are alive for one group of heads. Kept for the backward pass are the input, and what
-attention returns with its log-sum-exps, so that the kernel does not go forward again; queries, keys
-and values are projected once more. Products over all heads stay whole, as without groups: the
-output projection, and the gradients of input, weights, biases and adapters, from the groups'
-gradients side by side. Nothing is summed over groups but the gradients of the heads' norms, in
-float32.
+Queries, keys and values, their rotated copies, and the memory of the kernel's backward pass are
+alive for one group of heads. Kept for the backward pass are the input, and attention's output with
+its log-sum-exps, so that the kernel does not run forward again; queries, keys and values are
+projected once more. Products over all heads stay whole, as without groups: the output projection,
+and the gradients of input, weights, biases and adapters, from the groups' gradients side by side.
+Only the gradients of the heads' norms are summed over groups, in float32.
 
 Shapes:  B 1  T tokens  E hidden size  D head size  I inputs  R rank of an adapter  O outputs of a
          projection, or a group's share of them
@@ -29,8 +28,8 @@ from highwater.engine.models.fused.adapted_linear import (
 from highwater.engine.models.fused.nf4 import Weight, as_tensor, weight_of, whole
 
 AttendHeads = Callable[..., Tensor]
-"""From a group's queries, keys and values as they were projected, TO, and the weights of the norms
-of query and key heads, D or None, to what attention returns, TO; it asks ``attended``."""
+"""Function of a group's projected queries, keys and values, each TO, and the weights of the norms
+of query and key heads, each D or None; returns attention's output, TO. It calls ``attended``."""
 
 
 def attention_in_groups(
@@ -41,7 +40,7 @@ def attention_in_groups(
     *,
     groups: int,
 ) -> Tensor:
-    """Return a layer's attention, BTE; ``projections`` are of queries, keys, values and output."""
+    """Return a layer's attention output, BTE; ``projections`` are q, k, v and output, in order."""
     pairs = [parts_of(projection) for projection in projections]
     scale = next((adapter.scale for _, adapter in pairs if adapter is not None), 1.0)
     flat = (
@@ -60,7 +59,7 @@ class _Plan(NamedTuple):
     attend: AttendHeads
 
     def share(self, group: int, size: int) -> slice:
-        """A group's place among all heads, in a dimension of this size."""
+        """Return the slice that a group has of a dimension of all heads with this size."""
         return slice(group * size // self.groups, (group + 1) * size // self.groups)
 
 
@@ -70,7 +69,7 @@ class _Projection(NamedTuple):
     adapter: Adapter | None
 
     def of_heads(self, x_TI: Tensor, plan: _Plan, group: int) -> Tensor:
-        """Project to a group's heads."""
+        """Return the projection of ``x_TI`` to a group's heads, TO."""
         weight_OI, bias_O, adapter = whole(self.weight_OI), self.bias_O, self.adapter
         rows = plan.share(group, len(weight_OI))
         adapter = None if adapter is None else adapter._replace(b_OR=adapter.b_OR[rows])
@@ -78,7 +77,7 @@ class _Projection(NamedTuple):
         return adapted_product(x_TI, weight_OI[rows], bias_O, adapter)
 
     def gradient_of_heads(self, gradient_TO: Tensor, plan: _Plan, group: int) -> Tensor:
-        """Return the gradient of a group's heads among the inputs."""
+        """Return the gradient of this projection's input, of the group's heads alone, TI."""
         weight_OI, adapter = whole(self.weight_OI), self.adapter
         columns = plan.share(group, weight_OI.shape[1])
         found_TI = gradient_TO @ weight_OI[:, columns]
@@ -121,8 +120,8 @@ class _Attention(torch.autograd.Function):
         *inner, output = _projections(plan, tensors[2:])
         kept = iter(saved[len(tensors) :])
         outputs_TO = list(islice(kept, plan.groups))
-        # Detached: a function that returns one of them would hang the graph of its group on it, and
-        # so keep the group's heads for as long as this is kept.
+        # Detached: a function that returns such a tensor would attach its group's graph to it, and
+        # so keep the group's heads for as long as the tensor.
         results = [tuple(t.detach() for t in islice(kept, size)) for size in ctx.sizes]
         _, of_x, *needed = ctx.needs_input_grad
         of_output: Sequence[Tensor | None] = (None,) * 4
@@ -171,10 +170,10 @@ def _backward(
         for each in norms_D
     )
     leaves = [each if each is None else each.requires_grad_() for each in (*heads_TO, *wide)]
-    there = [each for each in leaves if each is not None]
+    present = [each for each in leaves if each is not None]
     with torch.enable_grad():
         out_TO = attend(*leaves)
-    found = torch.autograd.grad(out_TO, there, gradient_TO)
+    found = torch.autograd.grad(out_TO, present, gradient_TO)
     for parts, each in zip(parts_TO, found, strict=False):
         parts.append(each)
     for number, each in enumerate(found[3:]):

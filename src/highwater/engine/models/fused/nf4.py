@@ -1,7 +1,7 @@
 """NF4: frozen weights in four bits a number, as bitsandbytes packs them (QLoRA, Dettmers et al.,
 https://arxiv.org/abs/2305.14314). Each block of 64 numbers has a scale, itself stored in 8 bits.
 
-A weight is packed once, from its compute dtype, and unpacked for each product that it is part of:
+A weight is packed once, from its compute dtype, and unpacked for each product that uses it:
 forward, in the recomputation and backward. The unpacked weight is not kept in between.
 
 Shapes:  I inputs  O outputs
@@ -23,7 +23,7 @@ class Nf4Weight:
     """A weight of O x I numbers in NF4, or some of its rows."""
 
     codes: Tensor
-    """Packed numbers in their order, two in a byte."""
+    """Packed numbers in row order, two in a byte."""
     scales: Tensor
     """A byte for each block: its scale minus the mean of all scales, as an index into the table."""
     scale_scales: Tensor
@@ -36,7 +36,7 @@ class Nf4Weight:
     dtype: torch.dtype
     """Dtype in which the weight is used in products."""
     rows: slice | None = None
-    """Rows that are meant, None for all; if they cut a block, all rows are unpacked for them."""
+    """Rows that this stands for, None: all; ``codes`` has all rows, and all are unpacked."""
 
     def whole(self) -> Tensor:
         """Return the unpacked numbers, of shape O x I."""
@@ -62,7 +62,7 @@ def whole(weight: Weight) -> Tensor:
 
 
 def as_tensor(weight: Weight | None) -> Tensor | None:
-    """Return a weight as autograd keeps it; None if it is packed, as it has no gradient then."""
+    """Return a plain weight, for autograd to save; None if it is packed, and has no gradient."""
     return weight if isinstance(weight, Tensor) else None
 
 
@@ -90,7 +90,7 @@ def halves(weight: Weight) -> tuple[Weight, Weight]:
 
 
 def packed(weight: Tensor, table: Tensor) -> Nf4Weight:
-    """Return a weight packed in NF4. Raises MachineError if bitsandbytes cannot on its device."""
+    """Pack a weight in NF4. Raises MachineError if bitsandbytes cannot on the weight's device."""
     # quantised from the model's dtype, as transformers does
     narrow = weight.float() if weight.dtype is torch.float64 else weight
     operators = torch.ops.bitsandbytes
@@ -170,14 +170,14 @@ def prepare(causal_lm: nn.Module, head: nn.Module | None) -> None:
 
 
 def pack(unit: nn.Module, table: Tensor) -> None:
-    """Pack every layer of a unit that can be packed."""
+    """Pack every Nf4Linear of a unit that is not packed yet."""
     for module in unit.modules():
         if isinstance(module, Nf4Linear) and module.nf4 is None:
             module.pack(table)
 
 
 def scale_table(device: torch.device) -> Tensor:
-    """Return bitsandbytes' table of the value of each scale byte."""
+    """Return bitsandbytes' table on ``device``: 256 numbers, the value of each scale byte."""
     return cast(Tensor, _bitsandbytes().functional.create_dynamic_map()).to(device)
 
 

@@ -1,6 +1,6 @@
 """Rotary attention: a decoder layer's attention in which norm and rotation are one fused pass.
 
-Projections are the family's own, and the attention function is any that transformers knows.
+Projections are the family's own, and the attention function is the one that the config names.
 
 Shapes:  B 1  T tokens  H query heads  K key/value heads  D head size  E hidden size
 """
@@ -18,8 +18,8 @@ from highwater.engine.parallel.sequence_layout import SequenceLayout
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MOST_NUMBERS = 2**31
-"""Queries of one call have fewer numbers: some kernels count offsets in 32 bits, and nobody has
-shown that all are right beyond. An 8B has as many in 524,288 tokens."""
+"""One call's queries must have fewer numbers: some kernels count offsets in 32 bits, and no test
+shows that all kernels are right beyond. An 8B model has as many in 524,288 tokens."""
 NORMS = ("q_norm", "k_norm")
 """Norms of the query and key heads; a family has both or none."""
 
@@ -81,13 +81,13 @@ class RotaryAttention(nn.Module):
     def _in_groups(
         self, groups: int, hidden: Tensor, positions: tuple[Tensor, Tensor], how: dict[str, Any]
     ) -> Tensor:
-        """Return the output, (B, T, E), by groups of heads; ``how`` is what attention is told."""
+        """Return the output, (B, T, E), by groups of heads; ``how``: more attention keywords."""
         own: Any = self
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]  # pyright: ignore[reportPrivateUsage]
         told = {"dropout": self.attention_dropout if self.training else 0.0, **self.features}
 
         def attend_group(*heads_TO: Tensor) -> Tensor:
-            """From queries, keys, values and the norms' weights to what attention returns."""
+            """Return attention's output for queries, keys, values and the norms' weights."""
             *heads_TXD, value_TKD = (
                 each.unflatten(-1, (-1, self.head_dim)) for each in heads_TO[:3]
             )
@@ -96,7 +96,7 @@ class RotaryAttention(nn.Module):
                 for each, weight, norm in zip(heads_TXD, heads_TO[3:], norms, strict=True)
             )
             by_heads = (each.transpose(0, 1)[None] for each in (*rotated_TXD, value_TKD))
-            # An index in the place of squeeze would fill a tensor of zeros going backward.
+            # With an index instead of squeeze, the backward pass would fill a tensor of zeros.
             return attend(self, *by_heads, **told, **how)[0].flatten(2).squeeze(0)
 
         norms = [getattr(own, name, None) for name in NORMS]
@@ -106,8 +106,8 @@ class RotaryAttention(nn.Module):
         return attention_in_groups(hidden, weights, projections, attend_group, groups=groups)
 
     def _groups(self, tokens: int, layout: SequenceLayout | None) -> int:
-        """Groups to compute: more than were asked for where the queries of one would have too many
-        numbers for kernels, if some number of groups helps.
+        """Return the number of groups to compute: ``self.groups``, or the next larger number with
+        which a group's queries have fewer than MOST_NUMBERS numbers, if there is one.
         """
         keys = parts_of(self.k_proj)[0].out_features
         shared = 1 if layout is None else layout.ulysses_degree
@@ -120,7 +120,7 @@ class RotaryAttention(nn.Module):
         return next(works, self.groups)
 
     def _rotated(self, projected: Tensor, norm: Any, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Norm and rotate a projection's heads: from (B, T, heads * D) to (B, heads, T, D)."""
+        """Normalise and rotate a projection's heads: (B, T, heads * D) to (B, heads, T, D)."""
         assert len(projected) == 1, "documents are packed into one row"
         assert cosines.shape[-1] == self.head_dim, "the whole head is rotated"
         heads_THD = projected[0].unflatten(-1, (-1, self.head_dim))
@@ -132,7 +132,7 @@ class RotaryAttention(nn.Module):
 
 
 class _Rotate(torch.autograd.Function):
-    """Autograd function of engine/kernels/rotary.py; keeps its input and one number per head."""
+    """Autograd function of engine/kernels/rotary.py; for a norm keeps input and 1 number a head."""
 
     @staticmethod
     def forward(
