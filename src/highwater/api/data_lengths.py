@@ -22,7 +22,7 @@ from highwater.memory.capacity import CellPrediction
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import CorpusOrder, missing_files, whole_paths
-from highwater.nouns.hardware import LISTED, hour_dollars_of
+from highwater.nouns.hardware import LIST_PRICE_NOTE, hour_dollars_of
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OURS, REGISTRY
 from highwater.nouns.trial import OnPhase, unheard
@@ -160,7 +160,7 @@ def data_lengths(
         native_length_tokens=native,
         cut=None if cut is None else keep(cut),
         trained_by=trained_by,
-        notes=(*corpus.notes, LISTED) if is_listed else corpus.notes,
+        notes=(*corpus.notes, LIST_PRICE_NOTE) if is_listed else corpus.notes,
     )
 
 

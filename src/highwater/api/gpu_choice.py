@@ -18,7 +18,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, Prediction
 from highwater.nouns.cluster import has_count
 from highwater.nouns.codec import Record
-from highwater.nouns.hardware import LISTED, hour_dollars_of
+from highwater.nouns.hardware import LIST_PRICE_NOTE, hour_dollars_of
 from highwater.nouns.trainer import TrainerName
 from highwater.speed import cost_of
 from highwater.units import parse_price
@@ -88,7 +88,7 @@ def cheapest_gpus(
         trainer=known.trainer,
         length_tokens=known.length_tokens or 0,
         offers=tuple(sorted(offers, key=_place)),
-        notes=tuple(dict.fromkeys([*notes, *([LISTED] * is_listed)])),
+        notes=tuple(dict.fromkeys([*notes, *([LIST_PRICE_NOTE] * is_listed)])),
     )
 
 

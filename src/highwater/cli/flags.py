@@ -43,7 +43,7 @@ TRAINING = "training_"
 """Prefix of a training's flags in a namespace: a trial has some of them too."""
 
 
-def _predicted(name: str) -> TrainerName:
+def _trainer(name: str) -> TrainerName:
     """The trainer of this name; raises UsageError for one whose memory nobody predicts."""
     if (known := predicted_trainer(name)) is not None:
         return known
@@ -74,16 +74,16 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         None, "YAML file of settings; flags override it", "find try train"
     )
     subject: Literal["attention"] = setting(
-        REQUIRED, "what is measured: attention", commands="bench", place="1", metavar="SUBJECT"
+        REQUIRED, "what is measured: attention", commands="bench", nargs="1", metavar="SUBJECT"
     )
     shell: Shell = setting(
-        REQUIRED, ", ".join(get_args(Shell)), commands="completion", place="1", metavar="SHELL"
+        REQUIRED, ", ".join(get_args(Shell)), commands="completion", nargs="1", metavar="SHELL"
     )
     words: _Texts = setting(
         (),
         "list those whose names have it; default: all",
         commands="models gpus",
-        place="*",
+        nargs="*",
         metavar="WORD",
     )
     paths: _Texts = setting(
@@ -92,11 +92,11 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
         "shown; two: side by side",
         commands="profile",
-        place="+",
+        nargs="+",
         metavar="PATH",
     )
     documents: _Texts = setting(
-        REQUIRED, "a file of JSON lines, Parquet or text, or a folder", commands="data", place="+"
+        REQUIRED, "a file of JSON lines, Parquet or text, or a folder", commands="data", nargs="+"
     )
     counted_by: str | None = setting(
         None,
@@ -105,15 +105,15 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         name="model",
     )
     shown: _Texts = setting(
-        (), _NEWEST, commands="show", place="*", metavar="STUDY", rung_field="studies"
+        (), _NEWEST, commands="show", nargs="*", metavar="STUDY", sets="studies"
     )
-    study: str | None = setting(None, _NEWEST, commands="report", place="?", metavar="STUDY")
+    study: str | None = setting(None, _NEWEST, commands="report", nargs="?", metavar="STUDY")
     sources: _Texts = setting(
         (),
         "a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, max_model_len; "
         "0: nothing fits, empty: unknown), or the .json of `highwater predict --json`",
         commands="guide",
-        place="*",
+        nargs="*",
         metavar="SOURCE",
     )
     as_: Literal["table", "published", "lines", "json"] = setting(
@@ -133,7 +133,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "what to check; nothing that is there is written over",
         "emit",
         name="output",
-        rung_field="output",
+        sets="output",
         short="-o",
     )
     predict: _Texts = setting(
@@ -167,7 +167,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "tokens of one sequence, for example 32k",
         "try",
         name="length",
-        rung_field="length",
+        sets="length",
     )
     cluster: str | None = setting(
         None,
@@ -187,7 +187,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         f"for example 4xA100-80GB 8xH100-80GB, {_GPUS}",
         commands="guide",
         name="gpus",
-        rung_field="cluster",
+        sets="cluster",
         metavar=_KIND,
     )
     gpu_memory: str | None = SIZE(
@@ -197,14 +197,14 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     )
     reserved: str = SIZE("0", "what others take of each GPU, for example 20GiB", _ELSEWHERE)
     predicted_for: TrainerName = setting(
-        OURS, "whose step is predicted", commands="predict guide", name="trainer", read=_predicted
+        OURS, "whose step is predicted", commands="predict guide", name="trainer", read=_trainer
     )
     any_trainer: AnyTrainer = setting(
         OURS,
         "whose step is predicted; of others their studies answer",
         commands="recommend",
         name="trainer",
-        rung_field="predicted_for",
+        sets="predicted_for",
     )
     length: str | None = LENGTH(
         None,
@@ -223,7 +223,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "studies that `highwater find` wrote: what they measured is taken, the rest predicted",
         commands="recommend emit",
         name="study",
-        rung_field="studies",
+        sets="studies",
         metavar="STUDY",
     )
     list_: bool = SWITCH(

@@ -47,7 +47,7 @@ _WRONG_VALUE = re.compile(
 not one of its words."""
 _MISTYPED = 0.8
 """Similarity (0 to 1) from which a flag is offered for another one: less is another word."""
-PROGRAM = "search_context_length_capacity"
+PUBLISHED = "search_context_length_capacity"
 """The published script, whose flags are other words: none of others is told there."""
 _KINDS = {"int": "a whole number", "float": "a number"}
 
@@ -244,7 +244,7 @@ def _unknown(word: str, parser: Parser, words: Sequence[str]) -> UsageError:
         return UsageError(f"unexpected argument {word!r}", hint=hint)
     flags = {flag.lstrip("-"): flag for flag in parser.flags()}
     near = get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1, cutoff=_MISTYPED)
-    meant = None if parser.prog == PROGRAM else _meant(word, words, flags.values())
+    meant = None if parser.prog == PUBLISHED else _meant(word, words, flags.values())
     meant = meant or (f"did you mean `{flags[near[0]]}`?" if near else None)
     hint = meant or f"`{parser.prog} {parser.whole}` lists every flag"
     return UsageError(f"unknown flag {word}", hint=hint)
@@ -421,7 +421,7 @@ def _own_flags(command: str) -> Iterator[Setting]:
 def _sections(command: str) -> Iterator[tuple[str, str, list[Setting]]]:
     """What ``--help=`` calls each section of a command's help, its heading, and its settings."""
     if command == "train":
-        rows = [replace(row, rung_field=TRAINING + row.name) for row in TrainingRequest.declared]
+        rows = [replace(row, sets=TRAINING + row.name) for row in TrainingRequest.declared]
         for heading in dict.fromkeys(row.topic for row in rows):
             yield heading.split()[-1], heading, [row for row in rows if row.topic == heading]
     for heading, topics in _TOPICS.get(command, {}).items():
@@ -436,14 +436,14 @@ def _add_flags(
 ) -> None:
     """Give a command's parser, or a heading of its help, the flags of these settings."""
     for row in rows:
-        is_of_a_request = row is DECLARED.get(row.name) and not row.place
+        is_of_a_request = row is DECLARED.get(row.name) and not row.nargs
         options = _read_by_a_request(row) if is_of_a_request else _read_here(row)
         options["help"] = _help(row, command)
         if row.kind is SWITCH:
             options["action"] = "store_true"
         elif "choices" not in options:
             options["metavar"] = _metavar(row)
-        names = (row.rung_field,) if row.place else (*filter(None, (row.short,)), row.flag)
+        names = (row.sets,) if row.nargs else (*filter(None, (row.short,)), row.flag)
         parser.add_argument(*names, **options)
 
 
@@ -460,16 +460,16 @@ def _read_by_a_request(row: Setting) -> dict[str, Any]:
 def _read_here(row: Setting) -> dict[str, Any]:
     """Options by the type of the field. A training's request says itself what is lacking."""
     if row.kind is SWITCH:
-        return {"dest": row.rung_field}
+        return {"dest": row.sets}
     is_required = row.default is REQUIRED
-    is_left = row.rung_field.startswith(TRAINING)
+    is_left = row.sets.startswith(TRAINING)
     options: dict[str, Any] = {"default": None if is_required or is_left else row.default}
     if get_origin(row.type) is tuple:
-        options |= {"default": [], "nargs": "+", "action": "store" if row.place else "extend"}
-    if not row.place:
-        options |= {"dest": row.rung_field, "required": is_required and not is_left}
-    elif row.place != "1":
-        options["nargs"] = row.place
+        options |= {"default": [], "nargs": "+", "action": "store" if row.nargs else "extend"}
+    if not row.nargs:
+        options |= {"dest": row.sets, "required": is_required and not is_left}
+    elif row.nargs != "1":
+        options["nargs"] = row.nargs
     types = (row.type, *get_args(row.type))
     if row.read is not None or (int in types and str not in types):
         options["type"] = row.read or int

@@ -10,7 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from highwater.api.gpu_choice import cheapest_gpus
-from highwater.api.prediction import predict as predicted
+from highwater.api.prediction import predict as api_predict
 from highwater.api.prediction import predict_against
 from highwater.cli import console
 from highwater.cli.flags import (
@@ -28,7 +28,7 @@ from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.cluster import kinds_named
 from highwater.nouns.declaration import flag_of, words_of
-from highwater.nouns.hardware import LISTED, default_host, gpu_catalog, runs_trials
+from highwater.nouns.hardware import LIST_PRICE_NOTE, default_host, gpu_catalog, runs_trials
 from highwater.nouns.recommendation import Alternative
 from highwater.nouns.request import DECLARED, request_from, setting_flags, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
@@ -72,13 +72,13 @@ def predict(arguments: argparse.Namespace) -> int:
     if is_priced and arguments.length is None:
         problem = "a price of training, and neither a length nor data"
         raise UsageError(problem, hint="add `--length 32k` or `--data data.jsonl`")
-    prediction = _predicted(arguments)
+    prediction = _prediction_asked(arguments)
     limit, cost = prediction.memory_limit, prediction.cost
     is_bound = any(cell.binding == "host" for cell in prediction.cells)
     is_bound &= prediction.answer is None  # an answer says what host memory is taken for
     host = assumed_host(limit.host_bytes, limit.usual_host) if is_bound else ()
     is_listed = cost is not None and cost.dollars is not None and arguments.price is None
-    notes = (*told_notes(arguments, prediction.notes), *host, *([LISTED] * is_listed))
+    notes = (*told_notes(arguments, prediction.notes), *host, *([LIST_PRICE_NOTE] * is_listed))
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
@@ -153,7 +153,7 @@ def _instead(
     if answer is None and asked is not None:
         if "trainer_config" in settings:
             shared["max_length"] = "1m"  # the file may say the length
-        longest = predicted(model, constants=arguments.constants, **shared, **settings)
+        longest = api_predict(model, constants=arguments.constants, **shared, **settings)
     length_tokens = asked or prediction.cells[0].does_not_fit_tokens
     if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
         return longest, (), ""
@@ -204,11 +204,11 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     return code
 
 
-def _predicted(arguments: argparse.Namespace) -> Prediction:
+def _prediction_asked(arguments: argparse.Namespace) -> Prediction:
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
     alike = ("length", "tokens", "price", "exact", "timeline", "constants")
-    return predicted(
+    return api_predict(
         model,
         **{name: getattr(arguments, name) for name in alike},
         calibrate_with=arguments.calibrate,

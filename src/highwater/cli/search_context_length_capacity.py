@@ -24,7 +24,7 @@ from highwater.cli.commands import exit_code, say_interrupted, say_line, with_me
 from highwater.cli.config import as_key, settings_in
 from highwater.cli.console import exit_code_of
 from highwater.cli.flags import layered
-from highwater.cli.grammar import PROGRAM, Parser, parse_strictly
+from highwater.cli.grammar import PUBLISHED, Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
@@ -124,7 +124,7 @@ def _search(
             planned,
             on_event=_listener(planned, here),
             log_layout="published",
-            command=with_memory((PROGRAM, *words), request, planned.question.memory_budget_bytes),
+            command=with_memory((PUBLISHED, *words), request, planned.question.memory_budget_bytes),
         )
     except KeyboardInterrupt as interrupt:
         say_interrupted(search.study_file(request, planned.question))
@@ -263,7 +263,7 @@ def _command(arguments: argparse.Namespace, **replaced: Any) -> str:
     """The command line of these arguments with some replaced, defaults left out."""
     values = vars(arguments) | replaced
     defaults = vars(grammar().parse_args([f"--model_path={arguments.model_path}"]))
-    words = [PROGRAM, *_spelled("model_path", arguments.model_path)]
+    words = [PUBLISHED, *_spelled("model_path", arguments.model_path)]
     for name, value in values.items():
         if value != defaults[name]:
             words += (
@@ -341,12 +341,12 @@ def _named_in(words: str) -> Iterator[tuple[str, list[Any]]]:
 def grammar() -> Parser:
     """The flags of the published script."""
     parser = Parser(
-        prog=PROGRAM,
+        prog=PUBLISHED,
         examples=(
-            f"{PROGRAM} --model_path examples/tiny --test_gpu_num 1 2 --test_sp_num 1 2",
-            f"{PROGRAM} --model_path Qwen3-0.6B --trainer_strategy fsdp2",
-            f"{PROGRAM} --model_path Qwen3-0.6B --test_gpu_num 1 --start_length 32768",
-            f"{PROGRAM} --model_path Qwen3-8B --test_gpu_num 4 --test_sp_num 1 2 4 --offload",
+            f"{PUBLISHED} --model_path examples/tiny --test_gpu_num 1 2 --test_sp_num 1 2",
+            f"{PUBLISHED} --model_path Qwen3-0.6B --trainer_strategy fsdp2",
+            f"{PUBLISHED} --model_path Qwen3-0.6B --test_gpu_num 1 --start_length 32768",
+            f"{PUBLISHED} --model_path Qwen3-8B --test_gpu_num 4 --test_sp_num 1 2 4 --offload",
         ),
         description="The longest context that a model trains with, for each number of GPUs and "
         "each SP.",

@@ -28,12 +28,12 @@ CommandName = Literal["find", "try", "predict", "recommend", "emit", "train"]
 Topic = Literal["model", "trial", "lengths", "search", "machines", "optimizer", "objective"]
 """Topic of a setting: a heading of a help has those of one topic, or of several."""
 
-TRIED: tuple[CommandName, ...] = ("find", "try")
+TRIAL_COMMANDS: tuple[CommandName, ...] = ("find", "try")
 """Commands that run trials, for settings that no prediction depends on, and for ``gpus`` and
 ``memory``, in the place of which predictions have flags of their own."""
 TRAINED: tuple[CommandName, ...] = ("find", "try", "train")
 """The same, where a whole training has them too."""
-PREDICTED: tuple[CommandName, ...] = ("find", "try", "predict")
+PREDICTING_COMMANDS: tuple[CommandName, ...] = ("find", "try", "predict")
 PAPER: tuple[CommandName, ...] = ("predict", "recommend", "emit")
 """Commands about what is known on paper alone, and no trial has."""
 IN_A_STEP: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit")
@@ -104,7 +104,7 @@ class Setting:
     """Placeholder in the place of the kind's; None: the kind's."""
     example: Any = None
     """Example in the place of the kind's; None: the kind's."""
-    rung_field: str = ""
+    sets: str = ""
     """The field of ``Settings`` that it sets, or the property of ``Request`` that reads a text with
     a unit, ``memory_bytes``. Empty: the field where it stands."""
     typed: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
@@ -132,7 +132,7 @@ class Setting:
     """The choice that stands for what has no name among the choices."""
     short: str = ""
     """Another spelling of the flag: ``-o``."""
-    place: str = ""
+    nargs: str = ""
     """It is no flag but a word of the command, so many of them: ``?``, ``*`` or ``1``."""
     read: Callable[[str], Any] | None = None
     """Reads what is typed, in the place of the type."""
@@ -204,7 +204,7 @@ class _Declaring(msgspec.StructMeta):
             replace(
                 rows[each.name],
                 name=rows[each.name].name or each.name,
-                rung_field=rows[each.name].rung_field or each.name,
+                sets=rows[each.name].sets or each.name,
                 type=each.type,
                 choices=choices_of(each.type),
             )

@@ -55,7 +55,7 @@ LIST_PRICE = "RunPod's list price (Secure Cloud) of 2026-09-25"
 https://github.com/tgarg01/silybench-data, derived/csv/gpu_prices.csv."""
 
 
-LISTED = f"dollars are by {LIST_PRICE}; `--price 2.50` names another for a GPU and hour"
+LIST_PRICE_NOTE = f"dollars are by {LIST_PRICE}; `--price 2.50` names another for a GPU and hour"
 
 
 class Gpu(Record, frozen=True, kw_only=True):

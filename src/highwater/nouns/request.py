@@ -19,12 +19,12 @@ from highwater.nouns.declaration import (
     MOST_GPUS,
     MOST_NAMED,
     NUMBER,
-    PREDICTED,
+    PREDICTING_COMMANDS,
     REQUIRED,
     SHARE,
     SWITCH,
     TRAINED,
-    TRIED,
+    TRIAL_COMMANDS,
     TYPED,
     CommandName,
     DeclaredRecord,
@@ -99,12 +99,12 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         "directory of a Hugging Face model, its id on the Hub such as Qwen/Qwen2.5-7B, or a "
         "catalog name such as Qwen3-0.6B",
         topic="model",
-        place="?",
+        nargs="?",
     )
     trainer: TriedTrainer = setting(
         "highwater",
         "what is tried: this package's engine, or a trainer that is started from outside",
-        commands=TRIED,
+        commands=TRIAL_COMMANDS,
         any_other="command",
     )
     command: str | None = kinds.COMMAND(
@@ -112,12 +112,12 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         "--trainer command: what starts it, with {length} and other values of the trial in its "
         "words; no shell runs it. --trainer accelerate: the script that it launches, likewise. "
         "any other trainer: the program, where it is not its own name in PATH",
-        TRIED,
+        TRIAL_COMMANDS,
     )
     trainer_config: str | None = kinds.FILE(
         None,
         "configuration of the trainer, your own, whose other fields stay",
-        (*PREDICTED, "recommend"),
+        (*PREDICTING_COMMANDS, "recommend"),
         helps=dict.fromkeys(
             ("predict", "recommend"),
             "configuration of the trainer, your own, that says what is trained",
@@ -128,7 +128,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         None,
         "what in the trainer's log shows that the steps are done, with a group `step` for "
         "their number; '': exit status 0 does; default: the usual progress lines",
-        TRIED,
+        TRIAL_COMMANDS,
     )
     gpus: tuple[int, ...] | None = kinds.COUNTS(
         None,
@@ -159,14 +159,14 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         None,
         "bound on the memory of each GPU, for example 79.15GiB; on the CPU of each process",
         TRAINED,
-        rung_field="memory_bytes",
+        sets="memory_bytes",
     )
     host_memory: Size | None = kinds.SIZE(
         None,
         "a machine's memory, of which nothing takes more; default: this machine's, or what "
         "machines with such GPUs usually have",
         (*IN_A_STEP, "train"),
-        rung_field="host_memory_bytes",
+        sets="host_memory_bytes",
         example="512GiB",
     )
     loss: Loss | None = None
@@ -177,9 +177,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     learning_rate: float | None = None
 
 
-_IN_OTHER_WORDS = {
-    row.rung_field: row.name for row in RUNG_ROWS.values() if row.name != row.rung_field
-}
+_IN_OTHER_WORDS = {row.sets: row.name for row in RUNG_ROWS.values() if row.name != row.sets}
 """Fields of ``Settings`` that a request has in units or words of a user's: their names there."""
 if TYPE_CHECKING:
     _WithSettings = _Trained
@@ -210,10 +208,10 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     timeout: Time | None = kinds.TIME(
         None,
         "longest time for one trial; default: 40m, or its share of the budget",
-        TRIED,
-        rung_field="timeout_s",
+        TRIAL_COMMANDS,
+        sets="timeout_s",
     )
-    steps: int = kinds.COUNT(2, "optimizer steps of a trial, 2 or more", TRIED, example=2)
+    steps: int = kinds.COUNT(2, "optimizer steps of a trial, 2 or more", TRIAL_COMMANDS, example=2)
     micro_batches: int = 2
     prompt_tokens: int | None = kinds.COUNT(
         None,
@@ -226,7 +224,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         None,
         "module:function that yields token batches: code of yours, which is run; default: "
         "synthetic ones",
-        TRIED,
+        TRIAL_COMMANDS,
     )
     device: Device | None = setting(
         None, "what to train on; default: cuda where there is a GPU", commands=TRAINED
@@ -235,19 +233,19 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         None,
         "where trials run: local, on this machine; ray, on the nodes of a running Ray cluster; "
         "default: local, and ray with --address",
-        commands=TRIED,
+        commands=TRIAL_COMMANDS,
     )
     address: str | None = kinds.ADDRESS(
         None,
         "the Ray cluster to join, from one of its machines; default: RAY_ADDRESS, or the one "
         "that runs here",
-        TRIED,
+        TRIAL_COMMANDS,
     )
-    log_dir: str = kinds.DIRECTORY("./logs", "directory of logs and studies", TRIED)
+    log_dir: str = kinds.DIRECTORY("./logs", "directory of logs and studies", TRIAL_COMMANDS)
     checkpoint_dir: str | None = kinds.DIRECTORY(
         None,
         "directory below which trials save what they save; default: under the log directory",
-        TRIED,
+        TRIAL_COMMANDS,
         example="./checkpoints",
     )
     memory_profiler: Profiling | None = kinds.STEPS(
@@ -263,7 +261,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         TRAINED,
     )
     allow_busy: bool = SWITCH(False, "also start on GPUs that somebody else uses", TRAINED)
-    dry_run: bool = SWITCH(False, "answer from a memory law; nothing is trained", TRIED)
+    dry_run: bool = SWITCH(False, "answer from a memory law; nothing is trained", TRIAL_COMMANDS)
     attention_depth: int | None = kinds.COUNT(
         None,
         "memory-only trial: attention over whole documents in the last N layers alone, on "
@@ -271,19 +269,19 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         ("try",),
     )
     start_length: Tokens = setting(
-        4096, "shortest length to try, in tokens", rung_field="start_tokens", **_LENGTHS
+        4096, "shortest length to try, in tokens", sets="start_tokens", **_LENGTHS
     )
     resolution: Tokens | None = setting(
         None,
         "step between lengths; default: 4096; of trials past the native length a quarter of it",
-        rung_field="resolution_tokens",
+        sets="resolution_tokens",
         **_LENGTHS,
     )
     max_length: Tokens | None = setting(
         None,
         "longest length to try; default: 1m tokens, on the CPU 8k",
         example="256k",
-        rung_field="max_tokens",
+        sets="max_tokens",
         **_LENGTHS,
     )
     method: Method = setting("bisect", "bisect, or linear: the published upward scan", **_SEARCH)
@@ -298,7 +296,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         None,
         "longest time for the search, which the same command goes on with; default: 15m for "
         "each layout, and no end where --proof or --timeout is named",
-        rung_field="budget_s",
+        sets="budget_s",
         example="2h",
         **_SEARCH,
     )
@@ -316,7 +314,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         "headroom that a length must leave to count, for example 2GiB",
         ("find", "predict", "recommend", "emit"),
         topic="search",
-        rung_field="margin_bytes",
+        sets="margin_bytes",
         example="2GiB",
     )
     study: str | None = kinds.FILE(
@@ -366,7 +364,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         _check_texts(self)
         for row in DECLARED.values():
             try:
-                getattr(self, row.rung_field)  # a size, a length or a time that can be read
+                getattr(self, row.sets)  # a size, a length or a time that can be read
             except UsageError as error:
                 raise RefusedError(row.name, error.problem, hint=error.hint) from error
         for name, default in DEFAULTS.items():

@@ -11,9 +11,9 @@ from highwater.nouns.codec import Record
 from highwater.nouns.declaration import (
     IN_A_STEP,
     MOST_SEQUENCES,
-    PREDICTED,
+    PREDICTING_COMMANDS,
     TRAINED,
-    TRIED,
+    TRIAL_COMMANDS,
     DeclaredRecord,
     Setting,
     setting,
@@ -246,7 +246,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     token_budget_tokens: int | None = kinds.TOKENS(
         None,
         "tokens of a micro-batch for each GPU: packs as many sequences as they hold",
-        PREDICTED,
+        PREDICTING_COMMANDS,
         name="token_budget",
         says_what=True,
     )
@@ -302,11 +302,11 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         moves_loss=True,
     )
     save_hf: SaveHf = setting(
-        "never", "when Hugging Face weights are written", commands=TRIED, says_what=True
+        "never", "when Hugging Face weights are written", commands=TRIAL_COMMANDS, says_what=True
     )
     """After all steps (``always``), none (``never``) or the ``last``."""
     checkpoint: Checkpoint = setting(
-        "none", "sharded: write model and optimizer after the last step", commands=TRIED
+        "none", "sharded: write model and optimizer after the last step", commands=TRIAL_COMMANDS
     )
     accumulates: bool = kinds.COUNT(
         True,
@@ -471,7 +471,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         """The rung's name in published guides: ``vanilla``, ``Env``, ``Env + Offload``."""
-        parts = (row.label_of(getattr(self, row.rung_field)) for row in _IN_A_LABEL)
+        parts = (row.label_of(getattr(self, row.sets)) for row in _IN_A_LABEL)
         return " + ".join(filter(None, parts)) or "vanilla"
 
     @property
@@ -480,7 +480,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         return self.label.lower().replace(" ", "")
 
 
-RUNG_ROWS = {row.rung_field: row for row in Settings.declared}
+RUNG_ROWS = {row.sets: row for row in Settings.declared}
 """The settings of a rung, by field."""
 _FIRST_IN_A_LABEL = (
     *("allocator", "offload", "activations", "loss", "entropy", "recompute", "mlp_tiles"),
@@ -725,7 +725,7 @@ def _told(settings: Settings, where: int) -> dict[str, str]:
     """What is said of each setting that is not the default, but for those of ``other_training``."""
     told: dict[str, str] = {}
     for row in _IN_A_LABEL:
-        value = getattr(settings, row.rung_field)
+        value = getattr(settings, row.sets)
         words, said = row.label_of(value), row.told.get(value, row.told.get(...))
         if words and said is not None:
             words = said[where].format(value)

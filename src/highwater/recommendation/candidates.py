@@ -326,9 +326,9 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
 _RECOMMENDED = ("allocator", "loss", "offload", "activations")
 """Settings that differ among what is recommended."""
 _ASKED = {
-    row.rung_field: row
+    row.sets: row
     for row in taken_by("recommend")
-    if row.name not in _RECOMMENDED and row.rung_field in Settings.__struct_fields__
+    if row.name not in _RECOMMENDED and row.sets in Settings.__struct_fields__
 }
 """Settings of a rung that `recommend` can be asked for, besides those, by the rung's field."""
 _NOT_ASKED = tuple(

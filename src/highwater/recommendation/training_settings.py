@@ -134,7 +134,7 @@ def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, .
             if says_what
             else not row.says_what
             and row.name != "micro_batches"
-            and (row.rung_field in rung or row.name in ("ulysses", "ring", "copies"))
+            and (row.sets in rung or row.name in ("ulysses", "ring", "copies"))
         )
     )
 
@@ -366,7 +366,7 @@ def _of_study(
 def _trains_what_is_named(measured: Settings, named: Settings, request: Request) -> bool:
     """Whether what a study trained is what is named beside it; the objective counts in any case."""
     fields = {
-        DECLARED[name].rung_field
+        DECLARED[name].sets
         for name in named_settings(request, says_what=True)
         if name not in ("lora_merged", "save_hf")
     }
