@@ -1,4 +1,4 @@
-"""Flags that commands alone have, declared as settings are; and what was typed, as requests."""
+"""Flags that commands have besides a request's settings; requests made of what was typed."""
 
 import argparse
 import re
@@ -40,11 +40,11 @@ _Texts = tuple[str, ...]
 _WholeNumbers = tuple[int, ...]
 _KIND = "[[Mx]Nx]KIND"
 TRAINING = "training_"
-"""Prefix of a training's flags in a namespace: a trial has some of them too."""
+"""Prefix of the names of a training's flags in a namespace: a trial has some such flags."""
 
 
 def _trainer(name: str) -> TrainerName:
-    """The trainer of this name; raises UsageError for one whose memory nobody predicts."""
+    """The trainer of this name; raises UsageError for one whose memory is not predicted."""
     if (known := predicted_trainer(name)) is not None:
         return known
     if name in FOREIGN:
@@ -60,7 +60,7 @@ def _trainer(name: str) -> TrainerName:
 
 _NEWEST = "a study's file; default: the newest one"
 _ELSEWHERE = "predict recommend emit"
-"""Commands about GPUs that need not be here."""
+"""Commands about GPUs that need not be in this machine."""
 _GPUS = (
     "or 2x8xH100-80GB of two machines; default: this machine's; `highwater gpus` lists the kinds"
 )
@@ -384,7 +384,7 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """The request in the file of ``--config``, if any, and the flags over it. Raises UsageError for
+    """The request in the file of ``--config``, if any, which flags override. Raises UsageError for
     a file that cannot be read, and for settings that cannot be.
     """
     typed, from_file = typed_values(arguments), dict[str, Any]()
@@ -396,7 +396,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def layered(*layers: Mapping[str, Any]) -> Request:
-    """The request of settings, each layer over those before it."""
+    """The request of several layers of settings, each of which overrides those before it."""
     values: dict[str, Any] = {}
     for named in layers:
         overridden = PACKINGS if any(name in named for name in PACKINGS) else ()
@@ -407,8 +407,9 @@ def layered(*layers: Mapping[str, Any]) -> Request:
 def named_model(
     arguments: argparse.Namespace, others: list[str], *, example: str
 ) -> tuple[str, dict[str, Any]]:
-    """The model that was typed, and the settings; raises UsageError without a model. ``others`` are
-    the values of a flag before the model, which argparse takes for one more of them.
+    """The model and the other typed settings, which are also written into ``arguments``.
+    ``others``: the values of a list flag before the model, which argparse makes the last of them.
+    Raises UsageError without a model.
     """
     if arguments.model is None and len(others) > 1:
         arguments.model = others.pop()
@@ -428,19 +429,19 @@ def named_model(
 
 
 def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The memory that GPUs have for training, as keywords of ``predict``."""
+    """The flags for a GPU's memory, as keywords of ``predict``."""
     return {name: getattr(arguments, name) for name in ("gpu_memory", "reserved")}
 
 
 def typed_place(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The GPUs, their memory, and the trainer, as keywords of ``predict`` and ``recommend``."""
+    """The flags for GPUs, memory and trainer, as keywords of ``predict`` and ``recommend``."""
     named = {"gpus": arguments.cluster, "trainer": arguments.predicted_for}
     return {**named, "rollout_gpus": arguments.rollout_gpus, **typed_limits(arguments)}
 
 
 def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]:
-    """The notes of an answer; those on a layout that nobody named, and that none can have, only
-    where everything is asked for.
+    """An answer's notes, without those on skipped layouts unless ``--ulysses``, ``--all`` or
+    ``--explain`` was typed; with ``--ring`` or ``--copies`` only Ulysses above 1 is left out.
     """
     typed = vars(arguments)
     is_whole = any(typed.get(name) for name in ("ulysses", "all_", "explain"))
@@ -449,7 +450,7 @@ def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]
 
 
 def trial_limits(arguments: argparse.Namespace) -> list[str]:
-    """Words that hold a trial to the memory of GPUs and host that was asked about."""
+    """Flags that limit a trial to the memory of GPUs and host that was asked about."""
     limits = {
         "memory": arguments.gpu_memory,
         "host_memory": typed_values(arguments).get("host_memory"),
@@ -458,7 +459,7 @@ def trial_limits(arguments: argparse.Namespace) -> list[str]:
 
 
 def words_without(words: Sequence[str], *flags: str) -> list[str]:
-    """The words that were typed, without a flag, by any of its spellings, and its value."""
+    """The typed words without one flag, by any of its spellings ``flags``, and its value."""
     kept = list(words)
     joined = tuple(f"{flag}=" if flag.startswith("--") else flag for flag in flags)
     for at, word in enumerate(kept):
@@ -477,13 +478,13 @@ _AGAIN = {
     "gpu-memory": "gpu_memory",
     "reserved": "reserved",
 }
-"""Flags that the next command has too, with their names in a namespace."""
+"""Flags that the next command repeats, with their names in a namespace."""
 
 
 def words_again(
     arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str
 ) -> list[str]:
-    """The words that ask a prediction or a recommendation once more, with changes."""
+    """The flags of a prediction or recommendation once more, without ``drop``, with ``changed``."""
     named = {name: getattr(arguments, field, None) for name, field in _AGAIN.items()}
     typed = {name: value for name, value in named.items() if value not in (0, "0", OURS, [])}
     typed |= {name: v for name, v in typed_values(arguments).items() if name != "model"}
@@ -498,7 +499,7 @@ _UNNAMED = {
     "steps": "no number of steps is named",
     "output": "no folder for the run is named",
 }
-"""What is said where a field that a training has to be told is not."""
+"""Problem of each field that a training needs, where it was not typed."""
 
 
 def training_request_of(arguments: argparse.Namespace) -> TrainingRequest:

@@ -1,5 +1,5 @@
-"""``highwater predict``: the longest context of every rung on GPUs that need not be here, or how a
-prediction scores.
+"""``highwater predict``: the longest context of every rung on GPUs that need not be here, or the
+accuracy of predictions; and ``data``: lengths of a user's documents.
 """
 
 import argparse
@@ -60,7 +60,9 @@ _NOT_RECOMMENDED = tuple(row.flag for row in taken_by("predict", but_not="recomm
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Print the prediction, or the score against a table."""
+    """Print a prediction; or with ``--against`` a score, with ``--data`` (``read_data``) what the
+    data needs, of several ``--gpus`` (``cluster``) the cheapest. ``--trainer``: ``predicted_for``.
+    """
     if arguments.against is not None:
         return _against(arguments)
     if arguments.read_data:
@@ -75,7 +77,7 @@ def predict(arguments: argparse.Namespace) -> int:
     prediction = _prediction_asked(arguments)
     limit, cost = prediction.memory_limit, prediction.cost
     is_bound = any(cell.binding == "host" for cell in prediction.cells)
-    is_bound &= prediction.answer is None  # an answer says what host memory is taken for
+    is_bound &= prediction.answer is None  # an answer names its host memory
     host = assumed_host(limit.host_bytes, limit.usual_host) if is_bound else ()
     is_listed = cost is not None and cost.dollars is not None and arguments.price is None
     notes = (*told_notes(arguments, prediction.notes), *host, *([LIST_PRICE_NOTE] * is_listed))
@@ -107,7 +109,7 @@ def data(arguments: argparse.Namespace) -> int:
 
 
 def _of_data(arguments: argparse.Namespace) -> int:
-    """Print the same with how each length is trained on GPUs, and what a pass takes there."""
+    """Print the lengths of documents, with the settings that train each, and the time of a pass."""
     from highwater.api.data_lengths import data_lengths
 
     if arguments.exact:
@@ -141,8 +143,8 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
 def _instead(
     arguments: argparse.Namespace, prediction: Prediction
 ) -> tuple[Prediction | None, tuple[Alternative, ...], str]:
-    """If nothing fits: the prediction of any length, other ways, and what a user's file may say.
-    Of a length that may fit on one GPU other ways alone, which say how many are safe.
+    """If nothing fits: the prediction without a length, other ways, what a user's file may say. If
+    a length may fit on one GPU: other ways alone, which say how many GPUs are safe.
     """
     answer, asked = prediction.answer, prediction.length_tokens
     is_told = answer is not None and (answer.capacity_tokens or not asked or prediction.gpus > 1)
@@ -167,10 +169,10 @@ def _instead(
 
 
 def _rented(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Kinds of GPUs that one can rent, for a length where none is named and none is here."""
+    """Kinds of GPUs with a list price, where a length is named but no GPU, and none is here."""
     if arguments.length is None or {arguments.cluster, arguments.gpu_memory} != {None}:
         return ()
-    every = () if probe().gpus else gpu_catalog()  # without a usual host any host would do
+    every = () if probe().gpus else gpu_catalog()  # no usual host: its memory would be unlimited
     return tuple(e.name for e in every if e.hour_dollars and default_host(e.name, 1))
 
 
@@ -194,7 +196,7 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
         return console.answer_json(choice, code, noted=notes)
     console.answer_page(in_lines(choice_answer(choice)), choice_table(choice), noted=notes)
     own: tuple[str, ...] = ()
-    if best.trained is not None:  # the fastest, which a prediction tells after the simplest
+    if best.trained is not None:  # the fastest; a prediction names the simplest first
         cell, refused = best.trained.cell, TRAINERS[choice.trainer].refused(DECLARED)
         degrees = {n: each for n, each in cell.layout.degree_settings.items() if n not in refused}
         own = (*words_of(degrees), *setting_flags(cell.settings, but_not=refused))
@@ -206,7 +208,7 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
 
 def _prediction_asked(arguments: argparse.Namespace) -> Prediction:
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
-    request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
+    request_from({"model": model, **settings})  # only checks: its errors name flags
     alike = ("length", "tokens", "price", "exact", "timeline", "constants")
     return api_predict(
         model,
@@ -236,7 +238,7 @@ def _against(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
-    """Raise UsageError for what has no part in a comparison, or stands in its rows."""
+    """Raise UsageError for flags that a comparison does not take, or that its rows name."""
     own = ("exact", "timeline", "constants", "calibrate", "explain", "length")
     typed = {name: getattr(arguments, name) for name in own}
     typed |= {"gpus": arguments.cluster, **typed_values(arguments), "host_memory": None}
@@ -260,7 +262,7 @@ def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
 
 
 def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:
-    """The next command: what explains the prediction, and then what measures it, as typed."""
+    """The next command: one that explains the prediction, else one that measures it."""
     if not arguments.explain and prediction.answer is not None:
         # a timeline is written by now
         return shlex.join((*words_without(arguments.command_line, "--timeline"), "--explain"))
@@ -270,19 +272,19 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return shlex.join(("highwater", "predict", model, *words))
     foreign = foreign_name(prediction.trainer)
     has_trial = is_tried(prediction.explained.cell, prediction.device_name, foreign)
-    has_trial &= prediction.memory_limit.rollout is None  # no trial has one
+    has_trial &= prediction.memory_limit.rollout is None  # no trial runs a rollout
     if not prediction.explained.capacity_tokens or not has_trial:
         return _alternatives(arguments, prediction)
     if prediction.length_tokens is not None:
         flags = trial_flags(prediction.explained.cell, prediction.length_tokens, foreign)
         return shlex.join(("highwater", "try", model, *flags, *trial_limits(arguments)))
     refused = {"model", *(FOREIGN[foreign].refused(DECLARED) if foreign else ())}
-    typed = typed_values(arguments).items()  # of which a search without a word is `auto`, too
+    typed = typed_values(arguments).items()  # `auto` is a search's default, too
     typed = {n: value for n, value in typed if n not in refused and value != "auto"}
     typed |= {"trainer": foreign} if foreign else {}
     typed |= {} if arguments.gpu_memory is None else {"memory": arguments.gpu_memory}
     of_the_mark: dict[str, object] = {}
-    if foreign:  # our own search tries the mark itself
+    if foreign:  # our own search tries these settings anyway
         of_the_mark |= prediction.explained.cell.layout.degree_settings
         on_host = {"offload": settings.offload, "activations": settings.activations}
         on_host = {name: value for name, value in on_host.items() if value not in (False, "gpu")}
@@ -293,7 +295,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
 
 
 def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
-    """The command that asks for other ways, at the length asked, the longest, or the shortest."""
+    """The command that asks for other ways: at the length asked, or at the edge of what fits."""
     explained = prediction.explained
     length = prediction.length_tokens or explained.capacity_tokens or explained.does_not_fit_tokens
     words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
@@ -301,12 +303,12 @@ def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
 
 
 def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:
-    """True if a trial can be made of a cell, on such GPUs and with this trainer, which can be told
-    all its settings and whose command nobody has to type.
+    """True if a trial of a cell can run on such GPUs: on one machine, and with a foreign trainer
+    only if that can be told all its settings and the user types no command.
     """
     is_written = True
     if foreign is not None:
-        from highwater.trainers.targets import named  # not for this engine, which starts without
+        from highwater.trainers.targets import named  # only a foreign trainer needs it
 
         traits = FOREIGN[foreign]
         is_written = traits.objectives is None or cell.settings.objective in traits.objectives
