@@ -190,8 +190,7 @@ TILED_EXPERTS = ("mixtral", "qwen3_moe")
 EXPERT_TILE_TOKENS = 32_768
 """Tokens of a tile of experts: each of many experts has few of them."""
 ELEMENT_BYTES: Mapping[str, int] = {"cuda": 2, "cpu": 4}
-"""Bytes of a number of activations, logits, gathered and saved weights: bf16, on the CPU float32.
-"""
+"""Bytes of a number of activations, logits, gathered and saved weights: bf16; float32 on a CPU."""
 DELTA_CHUNK_TOKENS = 64
 """Tokens of a gated delta rule that are solved as one triangular system; a state is passed from one
 such chunk to the next."""

@@ -65,11 +65,11 @@ from highwater.units import (
 )
 
 PACKINGS = ("sequences_per_micro_batch", "token_budget")
-"""Both say how many sequences a micro-batch has: one of them is named, or none."""
+"""Settings that say how many sequences a micro-batch has: at most one of them is named."""
 
 _USUAL_TIMEOUT_S = 40 * 60.0
 _SMALLEST_MEMORY_BYTES = 64 * MIB
-"""Less than any trial needs."""
+"""Least memory that may be named: less than any trial needs."""
 _OF_THE_LADDER = ("allocator", "loss")
 """Fields of ``Settings`` that differ by rung; a request that names one keeps its rungs."""
 _EVERY_SETTING = "`highwater schema` lists every setting"
@@ -92,7 +92,7 @@ _MACHINES: dict[str, Any] = {"topic": "machines", "commands": ("find", "train")}
 
 
 class _Trained(DeclaredRecord, frozen=True, kw_only=True):
-    """What a request names first: a model, who trains it, and on which GPUs."""
+    """First fields of a request: a model, who trains it, and on which GPUs."""
 
     model: str = kinds.MODEL(
         REQUIRED,
@@ -178,7 +178,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
 
 
 _IN_OTHER_WORDS = {row.sets: row.name for row in RUNG_ROWS.values() if row.name != row.sets}
-"""Fields of ``Settings`` that a request has in units or words of a user's: their names there."""
+"""Fields of ``Settings`` that a request names otherwise: ``accumulates`` as ``micro_batches``."""
 if TYPE_CHECKING:
     _WithSettings = _Trained
 else:
@@ -201,7 +201,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     "40m".
     """
 
-    # and every field of Settings, of Hyperparameters and of RolloutRequest, which are read as
+    # It has every field of Settings, of Hyperparameters and of RolloutRequest, too: read them as
     # `settings`, `hyperparameters` and `rollout_request`
 
     token_budget: Tokens | None = None
@@ -388,10 +388,10 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> Settings:
-        """What all rungs have in common; the ladder sets the others."""
+        """The settings that all rungs share; the ladder sets allocator and loss."""
         fields = (field for field in Settings.__struct_fields__ if field not in _OF_THE_LADDER)
         named = ((field, getattr(self, field)) for field in fields)
-        # what is "auto" is the default, or said by the cells that are made
+        # "auto" is left at the default: the cells that are made say what it is
         values = {field: value for field, value in named if value not in (None, "auto")}
         if self.token_budget is None:
             together = TRAITS[values["objective"]].documents_together
@@ -402,20 +402,20 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """What every rung trains with."""
+        """The numbers that every rung trains with."""
         every = ((name, getattr(self, name)) for name in DEFAULTS)
         return Hyperparameters(**{name: value for name, value in every if value is not None})
 
     @property
     def rollout_request(self) -> RolloutRequest:
-        """What is asked of the engine that generates."""
+        """The settings of the engine that generates."""
         return RolloutRequest(
             **{name: getattr(self, name) for name in RolloutRequest.__struct_fields__}
         )
 
     @property
     def on_ray(self) -> bool:
-        """Whether trials run on a Ray cluster."""
+        """True if trials run on a Ray cluster."""
         return self.runner == "ray" or (self.runner is None and self.address is not None)
 
     @property
@@ -442,7 +442,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step adds up the gradients of several micro-batches."""
+        """True if a step adds up the gradients of several micro-batches."""
         return self.micro_batches != 1
 
     @property
@@ -462,12 +462,12 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def timeout_s(self) -> float:
-        """Longest time for one trial, where no budget says another."""
+        """Longest time for one trial in seconds, where no budget says another."""
         return _USUAL_TIMEOUT_S if self.timeout is None else parse_seconds(str(self.timeout))
 
     @property
     def budget_s(self) -> float | None:
-        """Longest time for the whole search; None: nobody named one."""
+        """Longest time for the whole search in seconds; None: nobody named one."""
         return None if self.budget is None else parse_seconds(str(self.budget))
 
 
@@ -502,10 +502,10 @@ def taken_by(command: CommandName, *, but_not: CommandName | None = None) -> tup
 def request_from(
     values: Mapping[str, object], *, config_file: str | None = None, keywords: bool = False
 ) -> Request:
-    """The request in loose values: strings from a command line, keywords from Python, or what a
-    configuration file says. ``config_file`` names the file that the values come from, and
-    ``keywords`` that they come from Python, for errors that speak as the user does; neither: they
-    were typed. Raises UsageError for names and values that are not known, with the nearest that is.
+    """The request made of loose values: strings from a command line, keywords from Python, or those
+    of a configuration file. Errors speak as the user does: ``config_file`` names the file that the
+    values come from, ``keywords`` says that it is Python; neither: they were typed. Raises
+    UsageError for unknown names and values, with the nearest that is known.
     """
     spelling = in_file(config_file) if config_file else KEYWORDS if keywords else TYPED
     _check_names(values, spelling)
@@ -552,7 +552,7 @@ def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
 
 
 def _loosened(name: str, value: object) -> object:
-    """A list of its only number, and the number in a text: ``1e-6`` is a text in YAML."""
+    """The value with a lone number as a list, or a text as its number: ``1e-6`` in YAML is text."""
     if DECLARED[name].is_list and type(value) is int:
         return [value]
     if name == SETTING:
@@ -597,7 +597,7 @@ def _mistyped(
 
 
 def _refuse_card(gpus: object) -> None:
-    """Raise UsageError for a card's number, ``4090``, which `predict` takes, in a count's place."""
+    """Raise UsageError for a card's number in a count's place: ``4090``, as `predict` takes."""
     shown = " ".join(map(str, gpus)) if isinstance(gpus, list | tuple) else str(gpus)
     if (kind := kind_by_number(shown)) is not None:
         problem = f"gpus {shown!r} is {kind.name}, and a count is asked for"
@@ -605,7 +605,7 @@ def _refuse_card(gpus: object) -> None:
 
 
 def _elsewhere(shown: str) -> str:
-    """What is typed of GPUs that are named as `predict` is told them; UsageError for others."""
+    """Flags, within a hint, for GPUs named as `predict` takes them; UsageError for other texts."""
     meant = cluster(shown, gpu_memory_bytes=None, machine=None)
     memory = format_bytes(meant.device_bytes).replace(" ", "")
     works = f"--gpus {meant.gpus}`; find and try take as many that are elsewhere: `--gpus "
@@ -613,7 +613,7 @@ def _elsewhere(shown: str) -> str:
 
 
 def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple[str, ...]:
-    """Flags of these settings: allocator, loss and what is no default, less ``but_not``."""
+    """Flags of these settings: allocator, loss and all that are no default, less ``but_not``."""
     asked, usual = values_of(settings), values_of(_RUNG)
     named = {name: asked.pop(name) for name in _OF_THE_LADDER}
     named |= {name: value for name, value in asked.items() if value != usual.get(name)}
@@ -621,7 +621,7 @@ def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple
 
 
 def values_of(settings: Settings) -> dict[str, Any]:
-    """What names these settings in a request, by its fields."""
+    """The values of these settings in a request, by its fields."""
     values = {row.name: row.typed_for(getattr(settings, field)) for field, row in RUNG_ROWS.items()}
     if settings.token_budget_tokens is not None:
         del values["sequences_per_micro_batch"]
@@ -631,7 +631,7 @@ def values_of(settings: Settings) -> dict[str, Any]:
 def trial_flags(
     cell: Cell, length_tokens: int, foreign: ForeignName | None = None
 ) -> tuple[str, ...]:
-    """Flags of ``highwater try`` for a cell at a length, as far as its trainer is told them."""
+    """Flags of ``highwater try`` for a cell at a length, less those its trainer cannot be told."""
     refused = FOREIGN[foreign].refused(DECLARED) if foreign else ()
     whose = ("--trainer", foreign) if foreign else ()
     settings = setting_flags(cell.settings, but_not=refused)
