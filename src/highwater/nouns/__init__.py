@@ -1,1 +1,3 @@
-"""The nouns of the project: frozen, validated at construction, encoded by ``codec``."""
+"""The nouns of the project: frozen, validated at construction, encoded by ``codec``. Their words
+are in docs/concepts/words.md.
+"""

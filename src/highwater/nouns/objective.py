@@ -167,7 +167,7 @@ class Rollout(RolloutRequest, frozen=True, kw_only=True):
     own_gpus: int
     """GPUs of its own; 0: it shares the training's."""
     most_utilization: float | None = None
-    """Largest share with which what is answered fits, or 0; None: it was typed, or has own GPUs."""
+    """Largest share with which the answer fits, or 0; None: it was typed, or it has own GPUs."""
     traits: RolloutTraits
 
 
