@@ -80,14 +80,12 @@ class DataLengths(Record, frozen=True, kw_only=True):
     native_length_tokens: int = 0
     """The model's native length; 0: no model is named."""
     trained_by: str | None = None
-    """Who trains which model on which GPUs; None where none are named."""
+    """The trainer, the model and the GPUs, in words; None: no GPUs are named."""
     notes: tuple[str, ...]
 
     @property
     def enough(self) -> KeptLength:
-        """The shortest length that keeps 95 % of the tokens, or a shorter one, the longest to
-        train.
-        """
+        """The shortest length that keeps 95 % of the tokens, or if shorter the longest to train."""
         found = next(each for each in self.lengths if each.kept_tokens >= 0.95 * self.tokens)
         trained = [each for each in self.lengths if each.trained]
         return trained[-1] if trained and found not in trained else found
@@ -177,7 +175,7 @@ def _kept(
     if model is not None:
         prediction = predict(model, length=length_tokens, **asked)
         trained = prediction.answer
-        is_alone = prediction.memory_limit.rollout is None  # how long one generates nobody knows
+        is_alone = prediction.memory_limit.rollout is None  # how long one generates is unknown
         if trained is not None and trained.step is not None and is_alone:
             hour = hour_dollars_of(prediction.device_name, price)
             cost = cost_of(kept, trained.step, gpus=prediction.gpus, hour_dollars=hour)

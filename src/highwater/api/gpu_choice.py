@@ -103,7 +103,7 @@ def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
     def trains(count: int) -> bool:
         try:
             found[count] = predict(model, gpus=gpus if count == 1 else f"{count}x{gpus}", **asked)
-        except UsageError as error:  # a degree of 4 needs as many; copies of NF4 are a flag more
+        except UsageError as error:  # degrees need as many GPUs; NF4 needs `--copies`
             refused.append(error)
             return False
         return any(cell.capacity_tokens for cell in found[count].cells)

@@ -100,7 +100,7 @@ def train(
     for name, value in settings.items():
         (named if name in TrainingRequest.__struct_fields__ else others)[name] = value
     asked = training_request_from(named)
-    for name in others:  # what no setting is called is left to the request
+    for name in others:  # the request refuses unknown names
         if name in DECLARED and "train" not in DECLARED[name].commands:
             raise UsageError(
                 f"{name} is a setting of searches and trials, and says nothing about a training",

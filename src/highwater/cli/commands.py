@@ -60,7 +60,7 @@ def find(arguments: argparse.Namespace) -> int:
     if arguments.print_config or arguments.print_sbatch:
         from highwater.cli.config import sbatch_script, to_yaml
 
-        load_model(request.model)  # raises for one that is not there: what is printed has to work
+        load_model(request.model)  # raises without the model: what is printed has to work
         in_a_job = not arguments.print_config
         text = sbatch_script(request, arguments.typed) if in_a_job else to_yaml(request)
         console.answer_exactly(text)
@@ -145,7 +145,7 @@ def show(arguments: argparse.Namespace) -> int:
             if number:
                 console.answer("")
             console.answer_table(table, drawn=published_text)
-    is_read = arguments.as_ != "table"  # by programs
+    is_read = arguments.as_ != "table"  # programs read these forms
     for study in studies if is_read else ():
         for cell in study.question.cells:
             answer = study.answer_of(cell)

@@ -1,4 +1,4 @@
-"""What the commands print: the answer to stdout, talk to stderr. Colours and live tables are for
+"""Output of the commands: the answer to stdout, talk to stderr. Colours and live tables are for
 terminals alone. SIGTERM, from a scheduler or `docker stop`, ends a command as Ctrl-C does, and so
 does SIGHUP, of a closing terminal, end a training.
 """
@@ -42,7 +42,7 @@ def open_streams() -> None:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     is_closed = sys.stdout is None
-    # open until the end
+    # both stay open until the process ends
     sys.stdout = sys.stdout or open(_STDOUT, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(_STDERR, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -123,7 +123,7 @@ def talk(text: str = "") -> None:
 
 def seldom() -> Callable[[str], None]:
     """Return a function that talks: of the first text at once, of new ones every five seconds."""
-    said_s: dict[str, float] = {}  # by what was said
+    said_s: dict[str, float] = {}  # when each text was said
 
     def say(text: str) -> None:
         if text not in said_s and time.monotonic() > max(said_s.values(), default=0.0) + 5:

@@ -89,7 +89,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         *((_constants_table(diagnosis.constants),) if diagnosis.constants else ()),
     )
     for finding in diagnosis.findings:
-        if not finding.stops_every_trial:  # packages: said above
+        if not finding.stops_every_trial:  # packages are named above
             console.answer(f"\n{finding.problem}\n  {finding.hint}")
     if diagnosis.can_run:
         on_gpu = bool(machine.gpus) and obstacle is None

@@ -75,7 +75,7 @@ def _after_report(made: StudyReport, output: Path | None) -> str:
 
 _MOST_PATHS = 2
 _MOST_RANKS = 8
-"""Ranks that are named besides the one that is shown."""
+"""Most ranks that are named besides the one that is shown."""
 
 
 def profile(arguments: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ def profile(arguments: argparse.Namespace) -> int:
     ]
     paths = [each.path for each in profiles]
     if output is not None:
-        # here, so that no other form waits for the templates
+        # imported here: only the page needs templates
         from highwater.pages.profile import profile_page
 
         write_new_file(output, profile_page(profiles).encode(), flag="--html")

@@ -389,7 +389,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     """
     typed, from_file = typed_values(arguments), dict[str, Any]()
     if arguments.config is not None:
-        from highwater.cli.config import settings_in  # without a file nobody waits for YAML
+        from highwater.cli.config import settings_in  # only a file needs YAML
 
         from_file = settings_in(arguments.config, typed.get("model"))
     return layered(from_file, typed)
@@ -417,7 +417,7 @@ def named_model(
     vars(arguments).update(settings)
     model = settings.pop("model", None)
     if model is None and "trainer_config" in settings:
-        from highwater.trainers.user_file import model_in  # without a file nobody waits for YAML
+        from highwater.trainers.user_file import model_in  # only a file needs YAML
 
         model = arguments.model = model_in(Path(settings["trainer_config"]))
     if model is None:

@@ -43,8 +43,7 @@ _WRONG_VALUE = re.compile(
     r"(?P<quote>['\"])(?P<value>.*)(?P=quote)(?: \(choose from .*\))?)",
     re.DOTALL,
 )
-"""argparse's message about a flag that has no value, one of the wrong type, or none of its choices.
-"""
+"""argparse's message about a flag that has no value, one of the wrong type, or no choice of its."""
 _MISTYPED = 0.8
 """Similarity (0 to 1) from which a known flag is offered for an unknown one."""
 PUBLISHED = "search_context_length_capacity"
@@ -201,7 +200,7 @@ class _Help(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> None:
-        assert isinstance(parser, Parser)  # noqa: S101 (it is nobody else's)
+        assert isinstance(parser, Parser)  # noqa: S101 (only a Parser has it)
         section = values if isinstance(values, str) else None
         is_first = option_string != "--help-all" and section is None
         sys.stdout.write(parser.format_help() if is_first else parser.help_of(section))
@@ -350,7 +349,7 @@ def _spelled(words: Sequence[str]) -> list[str]:
 
 
 def _with_command(words: Sequence[str]) -> str:
-    """The hint for words that begin with no command: the same with the one that was meant."""
+    """The hint for words that begin with no command: the same words, with the command meant."""
     is_model = catalog_model(words[0]) is not None or is_hub_id(words[0])
     near = None if is_model else nearest(words[0], tuple(COMMANDS))
     if near is None and not is_model and not any(word.startswith("-") for word in words[1:2]):

@@ -157,7 +157,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left, the running trials included; None while nobody knows.
+        """Estimated seconds left, the running trials included; None while unknown.
 
         By prediction where the GPU's rates are known. Else the mean of the last trials that fit,
         each scaled up to the present length, as time is at least linear in it; None for a length

@@ -1,3 +1,1 @@
-"""The nouns of the project: frozen, validated at construction, encoded by ``codec``. Their words
-are in docs/concepts/words.md.
-"""
+"""The nouns (docs/concepts/words.md): frozen, validated at construction, encoded by ``codec``."""

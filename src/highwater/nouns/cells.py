@@ -335,7 +335,7 @@ def _offers(
 
 
 def _nearest(refused: _Degrees, bounds: _Bounds) -> _Degrees:
-    """The layout that works and differs least from one that does not: in sharing, then copies."""
+    """The layout that works and is most like a refused one: first in sharing, then in copies."""
 
     def distance(each: _Degrees) -> tuple[int, ...]:
         context = abs(each.context - refused.context)

@@ -69,9 +69,9 @@ class Cluster(Record, frozen=True, kw_only=True):
     device_bytes: int
     """Memory of one GPU, as its driver reports it."""
     compute_capability: tuple[int, int] = OLDEST_CAPABILITY
-    """That of the kind; where no kind is named, the oldest that trains."""
+    """The kind's compute capability; where no kind is named, that of the oldest that trains."""
     machines: int = 1
-    """Machines with equally many of the GPUs, where somebody named them; else 1."""
+    """Machines with equally many of the GPUs, if any were named; else 1."""
     host_bytes: int | None = None
     """Host memory of this machine, if its own GPUs are meant; else None."""
     may_shard_across: bool = False
@@ -127,7 +127,7 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
 
 
 class _Named(NamedTuple):
-    """GPUs as somebody typed them."""
+    """GPUs as they were typed."""
 
     machines: int = 1
     gpus: int | None = None

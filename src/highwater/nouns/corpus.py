@@ -1,4 +1,4 @@
-"""Corpora: what is tokenised once, for training and for evaluation, and what came of it.
+"""Corpora: documents that are tokenised once, for training and for evaluation.
 
 A CorpusOrder goes to one process of the data plane; a Corpus, a folder of flat files, comes back.
 

@@ -108,7 +108,7 @@ class Setting:
     """Name of what it sets: a field of ``Settings``, a property of ``Request`` that parses it
     (``memory_bytes``), or a name in argparse's namespace. Empty: the field where it stands."""
     typed: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
-    """What a user types for a value, where that differs: ``{True: 2}`` for ``--micro-batches``."""
+    """Values as a user types them, where they differ: ``{True: 2}`` for ``--micro-batches``."""
     helps: Mapping[str, str] = field(default_factory=dict[str, str])
     """Its help by command, for commands to which it is something else."""
     defaults: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -98,7 +98,7 @@ _STEPS = re.compile(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*")
 
 
 class Profiling(Record, frozen=True, kw_only=True):
-    """What ``memory_profiler`` says: the steps and ranks that write a snapshot of their memory."""
+    """The setting ``memory_profiler``: the steps and ranks that write a snapshot of memory."""
 
     profile_steps: tuple[int, ...] = (0, 1)
     """Optimizer steps, the first is 0."""

@@ -29,8 +29,8 @@ EXAMPLE = "python train.py --max-len {length} --steps {steps}"
 def split_command(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
     """The words of a command, checked; ``example`` is what hints show.
 
-    Raises UsageError for quotes that do not end, for no word, for a placeholder that nobody knows,
-    and where no word has the length.
+    Raises UsageError for quotes that do not end, for no word, for an unknown placeholder, and where
+    no word has the length.
     """
     words = split_words(text, example=example)
     shown = hidden_words(words)
@@ -256,7 +256,7 @@ def command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
         )
     words = split_command(request.command, example=example)
     if FOREIGN[trainer].is_launched:
-        launched_command(words)  # raises for what it does not launch
+        launched_command(words)  # raises for what accelerate cannot launch
         return words
     has = placeholders_of(words)
     for name in _SEVERAL:

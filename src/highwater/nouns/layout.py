@@ -30,8 +30,8 @@ class Layout(Record, frozen=True, kw_only=True):
     replicate_degree: int = 1
     """HSDP copies; the shards number ``gpus / replicate_degree``."""
     machines: int | msgspec.UnsetType = msgspec.UNSET
-    """Machines with equally many of the GPUs, where somebody named them; unset, and in no document,
-    where ``machine_gpus`` follows from the other numbers."""
+    """Machines with equally many of the GPUs, if any were named; unset, and in no document, where
+    ``machine_gpus`` follows from the other numbers."""
 
     def __post_init__(self) -> None:
         """Raise UsageError unless every degree is positive and divides the GPUs."""

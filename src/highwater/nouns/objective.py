@@ -149,7 +149,7 @@ class RolloutRequest(DeclaredRecord, frozen=True, kw_only=True):
 
 
 class RolloutTraits(Record, frozen=True, kw_only=True):
-    """What a trainer tells the engine beside it by default; the values here are verl's."""
+    """A trainer's defaults for the engine that generates beside it; the values here are verl's."""
 
     utilization: float = 0.5
     sleep_levels: tuple[int, ...] = (2, 0, 1)

@@ -140,7 +140,7 @@ def logged_memory(kind: str, text: str, *, device: Device) -> Exhausted | None:
         return "device_memory" if is_exhausted else None
     if text.startswith(_NO_BATCH):
         return "device_memory"
-    if name.lower() in _LEVELS:  # told without its type
+    if name.lower() in _LEVELS:  # the log does not say the type
         return "device_memory" if device == "cuda" and re.match(TORCH_SENTENCE, text) else None
     return _by_text(text, device, lead=_LEAD) if name in _LIBRARY_TYPES else None
 

@@ -271,7 +271,7 @@ def plan(
             has_ring=not TRAINERS[trainer].refused(["ring"]),
             within_machines=within_machines,
             machines=machines,
-            # how long documents of a user's data are is known when they come
+            # how long a user's documents are is not known before they are read
             longest_tokens=grid.max_tokens if request.data is None else None,
         )
     cells, too_small = within_token_budget(cells, grid, device)
@@ -286,7 +286,7 @@ def plan(
     question = _question(request, model, where, cells, grid)
     if proof == "memory":
         question = question.replace(proof=proof, timeout_s=timeout_s)
-    question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
+    question.trial(cells[0], grid.start_tokens)  # raises for an impossible trial
     settings = cells[0].settings
     notes = (
         *((ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()),
@@ -311,7 +311,7 @@ def _foreign_plan(
     budget_s = budget_of(request, "full", device, cells)
     question = _question(request, model, where, cells, grid)
     question = question.replace(foreign=foreign, prompt_tokens=PROMPT_TOKENS)
-    question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
+    question.trial(cells[0], grid.start_tokens)  # raises for an impossible trial
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
     return Plan(
         question=question,

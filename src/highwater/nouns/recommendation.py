@@ -105,7 +105,7 @@ class Alternative(Record, frozen=True, kw_only=True):
     what: str
     """``8 x H20-96GB``, in words."""
     how_many: str = ""
-    """Of more GPUs: ``5 x H20-96GB are the fewest that do safely (4 is tight)``."""
+    """For more GPUs: ``5 x H20-96GB are the fewest that do safely (4 is tight)``; else empty."""
     flags: tuple[str, ...] = ()
     """Flags to type in the place of those typed; empty: there are none."""
     without: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class Recommendation(Record, frozen=True, kw_only=True):
     default_sequences: int
     """Sequences a micro-batch that the default token budget holds."""
     aim: Aim = "simplest"
-    """What the candidates are sorted by."""
+    """The aim that the candidates are sorted by."""
     chosen: Candidate | None
     """The first candidate that fits; None: none does."""
     candidates: tuple[Candidate, ...]

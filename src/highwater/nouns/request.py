@@ -76,7 +76,7 @@ _EVERY_SETTING = "`highwater schema` lists every setting"
 _RUNG = Settings()
 
 RunnerName = Literal["local", "ray"]
-"""Who runs the trials."""
+"""Where trials run: on this machine, or on a Ray cluster."""
 Size = str | int
 Tokens = str | int
 Time = str | int | float

@@ -46,7 +46,7 @@ _PATTERNS = (
     ),
     re.compile(rf"(?i)(--{_NAME}[ \t]+)(?!-|[\d.,]+(?:\s|$)){_VALUE}"),  # --hf-token ...
     re.compile(rf"(?i)({_NAME}[\"']?\s*=\s*[\"']?)(?![\d.,]+\b)[^\s\"',;&]{{6,}}"),  # HF_TOKEN=...
-    # "api_key": "...", of prose nothing
+    # "api_key": "...", but no prose
     re.compile(rf"(?i)({_NAME}[\"']?\s*:\s*[\"']?)(?=[a-z_.+/=-]*\d)[\w.+/=-]{{12,}}"),
     # --password 1234; and of a list of words, ['--password', '1234']
     re.compile(

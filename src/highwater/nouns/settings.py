@@ -399,7 +399,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def named(self) -> frozenset[str]:
-        """The fields that are not the default: as far as can be seen, those that somebody named."""
+        """The fields that are not the default: as far as can be seen, those that were named."""
         usual = Settings()
         fields = self.__struct_fields__
         return frozenset(name for name in fields if getattr(self, name) != getattr(usual, name))
@@ -740,7 +740,7 @@ _OF_ANOTHER_TRAINING = ("lora", "lora_targets", "lora_base", "optimizer", "param
 
 
 def other_training(settings: Settings) -> list[str]:
-    """What is trained, and how it is updated, in words, unless it is all of a model by AdamW in
+    """Words for what is trained, and how it is updated, unless it is all of a model by AdamW in
     float32: ``LoRA of rank 32 beside a model in NF4``, ``AdamW with moments of 8 bits``. Settings
     for one such training are none for another.
     """

@@ -66,7 +66,7 @@ def refuse_branches(lengths: Sequence[int], rates: Sequence[int]) -> None:
 
 
 class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
-    """Which earlier keys each query attends to, in blocks: how they are chosen, and how many."""
+    """The earlier keys that each query attends to, in blocks: how they are chosen, and how many."""
 
     pattern_type: PatternType = "dilated_sparse"
     sparsity_ratio: SparsityRatio = None
@@ -144,7 +144,7 @@ _CONTRADICTED = 0.1
 
 
 def causal_pairs(length_tokens: int) -> int:
-    """Pairs of a token and one that is not after it."""
+    """Number of pairs of a token and one that is not after it."""
     return length_tokens * (length_tokens + 1) // 2
 
 

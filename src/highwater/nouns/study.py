@@ -174,7 +174,7 @@ class Question(Record, frozen=True, kw_only=True):
     confirm: int = 0
     """Times that both trials of the edge are repeated, and number of lengths tried above it."""
     margin_bytes: int = 0
-    """Headroom in bytes below which a trial does not count as one that fits."""
+    """Headroom in bytes that a trial has to leave to count as a fit."""
     steps: int = 2
     micro_batches: int = 2
     data: str | None = None
@@ -356,7 +356,7 @@ class UnprovenAnswer(Record, frozen=True, kw_only=True):
 
     answer: CellAnswer
     why: str
-    """What the trials do not prove, in words."""
+    """Claims of the answer that the trials do not prove, in words."""
 
 
 class RecordedTrial(Record, frozen=True, kw_only=True):

@@ -45,9 +45,7 @@ class Schedule(Record, frozen=True, kw_only=True):
     """Steps of the whole run."""
 
     def factor(self, step: int) -> float:
-        """The factor of an optimizer step, of which the first is 1. Source: transformers 5 (from
-        0).
-        """
+        """The factor of an optimizer step, the first is 1. Source: transformers 5 (from step 0)."""
         done = step - 1
         if done < self.warmup_steps:
             return done / max(1, self.warmup_steps)

@@ -123,7 +123,7 @@ def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator
         left_bytes = device_bytes - reserved_bytes
         limit = goal.memory_limit.replace(device_bytes=left_bytes)
         memory_limit = with_usual_host(limit, where)
-        if memory_limit.host_bytes is None:  # nobody knows what its machines have: no more
+        if memory_limit.host_bytes is None:  # unknown: no more than now
             memory_limit = limit
         larger = replace(goal, where=where, memory_limit=memory_limit)
         flags = _gpu_flags(where, rollout_gpus)
@@ -160,7 +160,7 @@ def _needed_technique(goal: Goal) -> Alternative:
 
 def _techniques(goal: Goal) -> Iterator[_Change]:
     """Changes of settings to try, one after another."""
-    if goal.settings.get("copies", [1]) != [1]:  # typed, or of a user's file
+    if goal.settings.get("copies", [1]) != [1]:  # typed, or in a user's file
         one = replace(goal, settings={**goal.settings, "copies": [1]})
         yield "one copy of the states, in shards", ("--copies", "1"), (), one
     for name in _RESTRICTIONS:
@@ -221,7 +221,7 @@ def _rings(goal: Goal) -> Iterator[_Change]:
     shape, gpus = load_model(goal.model).shape, goal.where.gpus
     traits = TRAINERS[goal.trainer]
     if gpus == 1 or traits.refused(["ring"]) or traits.ring_objectives is not None:
-        return  # none to share round, or tried by itself
+        return  # there is none, or it is tried anyway
     divisors = [degree for degree in range(1, gpus + 1) if gpus % degree == 0]
     heads = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
     every: dict[str, object] = {"ulysses": heads, "ring": divisors[1:]}

@@ -72,7 +72,7 @@ class LongestLength(OfEntry, frozen=True, kw_only=True):
     fails_tokens: int | None
     """The shortest length above it that did not; None: there is none."""
     why: Why
-    """What ended the search above it."""
+    """The reason why the search ended above it."""
     row: BenchRow | None
     """The measured case at that length."""
 

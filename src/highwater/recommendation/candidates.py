@@ -98,7 +98,7 @@ class Goal:
     @property
     def _together(self) -> int:
         """Documents that the objective keeps together."""
-        traits = TRAITS.get(self.settings.get("objective", "sft"))  # another name is refused later
+        traits = TRAITS.get(self.settings.get("objective", "sft"))  # others are refused later
         return 1 if traits is None else traits.documents_together
 
     def question(
@@ -365,7 +365,7 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
     words = _model_words((model or prediction.model_name,), prediction.config_digest)
     cells = tuple(each.cell for each in prediction.cells)
     settings = _settings(cells)
-    if TRAINERS[prediction.trainer].traces == "bundled":  # the one that it can be asked with
+    if TRAINERS[prediction.trainer].traces == "bundled":  # its only setting
         has_yarn = any(cell.settings.rope == "yarn" for cell in cells)
         settings = (("rope", "yarn"),) if has_yarn else ()
     is_nameless = prediction.device_name == nameless(prediction.device_bytes)

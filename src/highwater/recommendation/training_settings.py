@@ -93,7 +93,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
         if others:
             cell = placed(training.of_each(nodes).question(cell, *others), machine)
     before = TrainingFolder(asked.output).spec() if request.activations == "auto" else None
-    if before is not None:  # which goes on as it began
+    if before is not None:  # a resumed run goes on as it began
         cell = cell.changed(activations=before.trial.settings.activations)
     if nodes > 1:
         cell = cell.replace(layout=cell.layout.across(nodes))
@@ -357,7 +357,7 @@ def _of_study(
     answer = min(answers, key=lambda each: simplicity(each.cell))
     measured = format_tokens(answer.reach_tokens or 0)
     cell = answer.cell
-    if spec.settings.lora_merged:  # of the export alone: what was measured is the same
+    if spec.settings.lora_merged:  # it changes the export alone
         cell = cell.changed(lora_merged=True, save_hf="last")
     label = answer.cell.label_on(spec.device)
     return cell, question, (f"settings of {path}: {label}, measured up to {measured}",)
