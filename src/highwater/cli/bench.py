@@ -70,18 +70,18 @@ def bench(arguments: argparse.Namespace) -> int:
     machine = probe()
     order = _order(arguments, machine)
     folder = _folder(arguments.out)
-    told: list[BenchLine] = []
+    heard: list[BenchLine] = []
     interrupt: KeyboardInterrupt | None = None
     began_s = time.monotonic()
     try:
         with bench_lines(order) as lines:
             for line in lines:
-                told.append(line)
+                heard.append(line)
                 console.talk(f"{format_seconds(time.monotonic() - began_s)}: {_line_words(line)}")
     except KeyboardInterrupt as caught:
         interrupt = caught
-    not_run = tuple(each.not_run for each in told if each.not_run is not None)
-    rows = tuple(each.row for each in told if each.row is not None)
+    not_run = tuple(each.not_run for each in heard if each.not_run is not None)
+    rows = tuple(each.row for each in heard if each.row is not None)
     if not rows:
         if interrupt is not None:
             console.talk("interrupted: no case had ended, and nothing of it runs any more")
@@ -94,8 +94,8 @@ def bench(arguments: argparse.Namespace) -> int:
         made_at=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=arguments.command_line,
         order=order,
-        machine=next(each.machine for each in told if each.machine is not None),
-        checks=tuple(each.check for each in told if each.check is not None),
+        machine=next(each.machine for each in heard if each.machine is not None),
+        checks=tuple(each.check for each in heard if each.check is not None),
         rows=rows,
         not_run=not_run,
         is_whole=interrupt is None,

@@ -124,13 +124,13 @@ def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) 
     for gpu in machine.unreadable_gpus:
         problem = f"GPU {gpu.index} cannot be read: {gpu.reason}"
         findings.append(Finding(problem=problem, hint=leave_out_unreadable(machine)))
-    findings += [_of_error(torch_obstacle)] if torch_obstacle is not None else []
+    findings += [_finding(torch_obstacle)] if torch_obstacle is not None else []
     if not machine.gpus and not machine.unreadable_gpus:
         on_the_cpu = ": trials run on the CPU, with small models, under a memory limit"
         hint = "with a GPU in the machine, check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
         problem = f"no GPU is visible{'' if findings else on_the_cpu}"
         findings.append(Finding(problem=problem, hint=hint))
-    findings += [_of_error(unfit) for gpu in machine.gpus if (unfit := _unfit(gpu)) is not None]
+    findings += [_finding(unfit) for gpu in machine.gpus if (unfit := _unfit(gpu)) is not None]
     busy = busy_gpus(machine.gpus)
     if busy:
         free = ",".join(str(gpu.index) for gpu in machine.gpus if gpu not in busy)
@@ -144,7 +144,7 @@ def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) 
     return Diagnosis(machine=machine, findings=tuple(findings))
 
 
-def _of_error(error: HighwaterError) -> Finding:
+def _finding(error: HighwaterError) -> Finding:
     return Finding(problem=error.problem, hint=error.hint)
 
 

@@ -64,12 +64,12 @@ def predict(arguments: argparse.Namespace) -> int:
     data needs, of several ``--gpus`` (``cluster``) the cheapest. ``--trainer``: ``predicted_for``.
     """
     if arguments.against is not None:
-        return _against(arguments)
+        return _score_table(arguments)
     if arguments.read_data:
-        return _of_data(arguments)
-    kinds = kinds_named(arguments.cluster) or _rented(arguments)
+        return _predict_data(arguments)
+    kinds = kinds_named(arguments.cluster) or _rentable_kinds(arguments)
     if len(kinds) > 1:
-        return _of_kinds(arguments, kinds)
+        return _compare_kinds(arguments, kinds)
     is_priced = arguments.price is not None or arguments.tokens is not None
     if is_priced and arguments.length is None:
         problem = "a price of training, and neither a length nor data"
@@ -84,7 +84,7 @@ def predict(arguments: argparse.Namespace) -> int:
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
-    longest, would_fit, change = _instead(arguments, prediction)
+    longest, would_fit, change = _other_ways(arguments, prediction)
     console.answer_page(
         in_lines(
             prediction_answer(prediction, longest=longest, alternatives=would_fit, change=change)
@@ -108,7 +108,7 @@ def data(arguments: argparse.Namespace) -> int:
     return _say_data(arguments, found, words)
 
 
-def _of_data(arguments: argparse.Namespace) -> int:
+def _predict_data(arguments: argparse.Namespace) -> int:
     """Print the lengths of documents, with the settings that train each, and the time of a pass."""
     from highwater.api.data_lengths import data_lengths
 
@@ -140,7 +140,7 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
     return EXIT_ANSWERED
 
 
-def _instead(
+def _other_ways(
     arguments: argparse.Namespace, prediction: Prediction
 ) -> tuple[Prediction | None, tuple[Alternative, ...], str]:
     """If nothing fits: the prediction without a length, other ways, what a user's file may say. If
@@ -168,7 +168,7 @@ def _instead(
     return longest, found.alternatives, "" if found.chosen is None else found.notes[0]
 
 
-def _rented(arguments: argparse.Namespace) -> tuple[str, ...]:
+def _rentable_kinds(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Kinds of GPUs with a list price, where a length is named but no GPU, and none is here."""
     if arguments.length is None or {arguments.cluster, arguments.gpu_memory} != {None}:
         return ()
@@ -176,7 +176,7 @@ def _rented(arguments: argparse.Namespace) -> tuple[str, ...]:
     return tuple(e.name for e in every if e.hour_dollars and default_host(e.name, 1))
 
 
-def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
+def _compare_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     """Print which of several kinds of GPUs train a length for the least money."""
     if arguments.length is None:
         problem = f"GPUs of {len(kinds)} kinds are compared at one length"
@@ -224,7 +224,7 @@ def _prediction_asked(arguments: argparse.Namespace) -> Prediction:
     )
 
 
-def _against(arguments: argparse.Namespace) -> int:
+def _score_table(arguments: argparse.Namespace) -> int:
     _refuse_beside_a_table(arguments)
     limits = {**typed_limits(arguments), "host_memory": typed_values(arguments).get("host_memory")}
     trainer = arguments.predicted_for

@@ -44,7 +44,7 @@ from highwater.pages.recommendation_tables import (
 )
 from highwater.recommendation.candidates import trainer_question, trainers_gpus
 from highwater.recommendation.recommend import drafted
-from highwater.recommendation.recommend import recommend as recommended
+from highwater.recommendation.recommend import recommend as api_recommend
 from highwater.trainers.emitted import Emitted, answered_first, bytes_with_logits, unpredicted
 from highwater.trainers.targets import (
     CHECK,
@@ -98,7 +98,7 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
     aims: list[Aim] = [aim for aim in ("fastest", "lightest") if typed.get(aim)]
     if len(aims) > 1:
         raise UsageError("the fastest and the lightest are two", hint="leave `--lightest` out")
-    return recommended(
+    return api_recommend(
         model,
         length=arguments.length,
         studies=arguments.studies,
@@ -163,7 +163,7 @@ def emit(arguments: argparse.Namespace) -> int:
     row = TARGETS[arguments.for_]
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     _refuse_other_class(arguments, model)
-    arguments.predicted_for = _predicting(arguments, model, settings)
+    arguments.predicted_for = _predicting_trainer(arguments, model, settings)
     is_predicted = is_step_of(arguments.predicted_for, arguments.for_)
     typed = vars(arguments)
     objective = typed.get("objective") or "sft"
@@ -187,7 +187,7 @@ def emit(arguments: argparse.Namespace) -> int:
         arguments.for_, found, model=arguments.model, is_filled_in=arguments.output is not None
     )
     if made is None:
-        return _nothing(arguments, found, shlex.join(again))
+        return _say_nothing(arguments, found, shlex.join(again))
     chosen, emitted = made
     title = trainer_title(arguments.for_)
     answer = unpredicted(found, chosen, name=title, logits_bytes=emitted.logits_bytes)
@@ -208,7 +208,7 @@ def emit(arguments: argparse.Namespace) -> int:
         console.answer(answer)
         console.next_command(shlex.join(again))
         return EXIT_ANSWERED_NO
-    paths = () if arguments.output is None else _written(arguments, found, chosen, emitted, answer)
+    paths = () if arguments.output is None else _write(arguments, found, chosen, emitted, answer)
     if arguments.json:
         return console.answer_json(emitted)
     if paths:
@@ -256,7 +256,7 @@ def _refuse_other_class(arguments: argparse.Namespace, model: str) -> None:
         raise UsageError(error.problem, hint=f"our own trainer trains it: `{words}`") from error
 
 
-def _predicting(
+def _predicting_trainer(
     arguments: argparse.Namespace, model: str, settings: dict[str, object]
 ) -> TrainerName:
     """The trainer whose prediction answers: the configuration's own; or this engine, to compare
@@ -284,7 +284,7 @@ def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str,
         refuse_drafts(arguments.for_, draft, model=model)
 
 
-def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -> int:
+def _say_nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -> int:
     """Print that nothing fits, or nothing that the trainer can be told; returns the exit code."""
     title, step_of = trainer_title(arguments.for_), arguments.predicted_for
     which = "nothing fits" if found.chosen is None else f"nothing fits that {title} can be told"
@@ -298,7 +298,7 @@ def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -
     return EXIT_ANSWERED_NO
 
 
-def _written(
+def _write(
     arguments: argparse.Namespace,
     found: Recommendation,
     chosen: Candidate,

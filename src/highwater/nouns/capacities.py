@@ -110,10 +110,10 @@ def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
         memory_only = None if answer.memory_only is None else answer.memory_only.length_tokens
         fits = answer.capacity_tokens
         fails = answer.does_not_fit_tokens if answer.limit in _OF_MEMORY else None
-    found = (_of_study(study, cell, fits or 0, fails),)
+    found = (_capacity(study, cell, fits or 0, fails),)
     if memory_only is None:
         return found
-    return (*found, _of_study(study, cell, memory_only, fails, is_memory_only=True))
+    return (*found, _capacity(study, cell, memory_only, fails, is_memory_only=True))
 
 
 def kind_with_memory(device_name: str, device_bytes: int | None) -> str:
@@ -122,7 +122,7 @@ def kind_with_memory(device_name: str, device_bytes: int | None) -> str:
     return name if device_bytes is None else f"{name} with {format_bytes(device_bytes)}"
 
 
-def _of_study(
+def _capacity(
     study: Study, cell: Cell, fits: int, fails: int | None, *, is_memory_only: bool = False
 ) -> Capacity:
     question: Question = study.question
@@ -156,13 +156,13 @@ def _shortest_failure(study: Study, cell: Cell, longest_fit: int) -> int | None:
 
 def _odd_tokens(study: Study, cell: Cell, fits: int, fails: int | None) -> tuple[int, ...]:
     """Lengths whose trials contradict the bracket; all trials of one length have to fit."""
-    told: dict[int, bool] = {}
+    fit_at: dict[int, bool] = {}
     for spec, result in study.told_by(cell):
         is_fit = study.question.counts_as_fit(result)
-        told[spec.length_tokens] = told.get(spec.length_tokens, True) and is_fit
+        fit_at[spec.length_tokens] = fit_at.get(spec.length_tokens, True) and is_fit
     odd = (
         tokens
-        for tokens, is_fit in told.items()
+        for tokens, is_fit in fit_at.items()
         if (fails is not None and tokens >= fails if is_fit else tokens <= fits)
     )
     return tuple(sorted(odd))

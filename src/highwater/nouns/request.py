@@ -91,7 +91,7 @@ _SEARCH: dict[str, Any] = {"topic": "search", "commands": ("find",)}
 _MACHINES: dict[str, Any] = {"topic": "machines", "commands": ("find", "train")}
 
 
-class _Trained(DeclaredRecord, frozen=True, kw_only=True):
+class _FirstFields(DeclaredRecord, frozen=True, kw_only=True):
     """First fields of a request: a model, who trains it, and on which GPUs."""
 
     model: str = kinds.MODEL(
@@ -180,7 +180,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
 _IN_OTHER_WORDS = {row.sets: row.name for row in RUNG_ROWS.values() if row.name != row.sets}
 """Fields of ``Settings`` that a request names otherwise: ``accumulates`` as ``micro_batches``."""
 if TYPE_CHECKING:
-    _WithSettings = _Trained
+    _WithSettings = _FirstFields
 else:
     _WithSettings = msgspec.defstruct(
         "_WithSettings",
@@ -188,9 +188,9 @@ else:
             (each.name, each.type, each.default)
             for noun in (Settings, Hyperparameters, RolloutRequest)
             for each in msgspec.structs.fields(noun)
-            if each.name not in {*_Trained.__struct_fields__, *_IN_OTHER_WORDS}
+            if each.name not in {*_FirstFields.__struct_fields__, *_IN_OTHER_WORDS}
         ],
-        bases=(_Trained,),
+        bases=(_FirstFields,),
         frozen=True,
         kw_only=True,
     )
@@ -473,7 +473,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
 _ROWS = {
     row.name: row
-    for noun in (_Trained, Settings, Hyperparameters, RolloutRequest, Request)
+    for noun in (_FirstFields, Settings, Hyperparameters, RolloutRequest, Request)
     for row in noun.declared
 }
 DECLARED: Mapping[str, Setting] = {

@@ -688,7 +688,7 @@ def short_settings(settings: Settings, *, but: str = "") -> str:
     """Settings in a few words, to tell rows of a table apart: ``expandable, chunked loss, states on
     host``; ``nothing set`` without any. ``but``: what all rows train, if said above them.
     """
-    told = _told(settings, _IN_A_TABLE)
+    told = _words(settings, _IN_A_TABLE)
     first = [told.pop(name) for name in ("allocator", "loss", "entropy", "offload") if name in told]
     if "activations" in told and settings.offload is not False:  # both on the host: said once
         first[-1] = f"{first[-1].removesuffix(' on host')}, {told.pop('activations')}"
@@ -709,7 +709,7 @@ def settings_in_words(
     takes of the host's memory; ``is_lowered`` says that a micro-batch holds fewer sequences than by
     default, ``is_scaled`` that YaRN scales the positions.
     """
-    told = _told(settings, _IN_A_SENTENCE)
+    told = _words(settings, _IN_A_SENTENCE)
     first = [told.pop(name) for name in ("allocator", "loss", "entropy") if name in told]
     host = [told.pop("offload")] if "offload" in told else []
     takes = "" if host_bytes is None else f" ({format_bytes(host_bytes)} of it)"
@@ -721,7 +721,7 @@ def settings_in_words(
     return listed(said) or NOTHING_SET
 
 
-def _told(settings: Settings, where: int) -> dict[str, str]:
+def _words(settings: Settings, where: int) -> dict[str, str]:
     """Words for each setting, by name, that is no default and not in ``other_training``."""
     told: dict[str, str] = {}
     for row in _IN_A_LABEL:

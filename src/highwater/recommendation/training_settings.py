@@ -81,7 +81,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
                 f"there is no study {path}",
                 hint="use `--settings recommended`, or name the file of a study",
             )
-        cell, measured, notes = _of_study(path, training, nodes)
+        cell, measured, notes = _cell_of(path, training, nodes)
         prompt_tokens = measured.prompt_tokens
         if request.memory is None and spec.device == "cuda":
             budget_bytes = measured.memory_budget_bytes
@@ -310,9 +310,7 @@ def _checked(training: _Training, cell: Cell, notes: tuple[str, ...], *, nodes: 
     return ChosenTrial(spec, predicted, notes, training.rows_bytes(question))
 
 
-def _of_study(
-    path: Path, training: _Training, nodes: int
-) -> tuple[Cell, Question, tuple[str, ...]]:
+def _cell_of(path: Path, training: _Training, nodes: int) -> tuple[Cell, Question, tuple[str, ...]]:
     """The simplest cell of a study that trained the length, on as many GPUs as named, or as are
     here; the study's question; and a note. UsageError if there is none, or for another model.
     """
