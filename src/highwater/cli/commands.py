@@ -221,7 +221,7 @@ def _say_found(
 
 
 def _diagnose(request: Request, study: Study) -> None:
-    """Repeat the first out of memory, recorded, and say where it was; the answer stays as is."""
+    """Repeat the first trial that ran out of memory, recorded, and say what was alive then."""
     trial = undiagnosed(request, study)
     if trial is None:
         return

@@ -122,7 +122,7 @@ def talk(text: str = "") -> None:
 
 
 def seldom() -> Callable[[str], None]:
-    """Return a function that talks: of the first text at once, of new ones every five seconds."""
+    """Return a function that says progress: the first text at once, new ones every 5 s at most."""
     said_s: dict[str, float] = {}  # when each text was said
 
     def say(text: str) -> None:

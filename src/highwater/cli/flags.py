@@ -40,7 +40,7 @@ _Texts = tuple[str, ...]
 _WholeNumbers = tuple[int, ...]
 _KIND = "[[Mx]Nx]KIND"
 TRAINING = "training_"
-"""Prefix of the names of a training's flags in a namespace: a trial has some such flags."""
+"""Prefix of a training's flags in a namespace, as a trial has flags of the same names."""
 
 
 def _trainer(name: str) -> TrainerName:

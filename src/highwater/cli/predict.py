@@ -262,7 +262,7 @@ def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
 
 
 def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:
-    """The next command: with ``--explain``, or once that was typed the one that measures it."""
+    """The next command: the same with ``--explain``, then a trial or search that measures it."""
     if not arguments.explain and prediction.answer is not None:
         # a timeline is written by now
         return shlex.join((*words_without(arguments.command_line, "--timeline"), "--explain"))

@@ -330,7 +330,7 @@ class BenchPart(Record, frozen=True, kw_only=True):
     hint: str = ""
     machine: BenchMachine | None = None
     not_run: tuple[NotRun, ...] = ()
-    """Set with ``machine``: what does not run on it."""
+    """Implementations that do not run on the machine; told together with it."""
     differences: dict[str, float | None] = {}  # noqa: RUF012 -- msgspec copies it
     """Norm-relative differences from the reference; None where one is no number."""
     row: BenchRow | None = None

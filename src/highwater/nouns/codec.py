@@ -150,7 +150,7 @@ def record_in(path: Path, kind: type[T], *, called: str, what: str, hint: str) -
 
 
 def read_file(path: Path, *, most_bytes: int) -> bytes:
-    """Content of a regular file of at most ``most_bytes``; OSError for any other, or for a pipe."""
+    """The content of a regular file up to ``most_bytes``; OSError for any other, as a pipe."""
     content = bytearray()
     with open_regular(path) as file:
         # in pieces: to read up to a bound at once takes memory for all of it

@@ -86,7 +86,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         "grpo, ppo: how far below 1 a ratio of probabilities counts (TRL's epsilon)",
         _RATIO,
     )
-    """Below 1 less this a token's gradient stops."""
+    """A token's gradient stops where its ratio is below 1 minus this."""
     clip_ratio_high: float = _number(
         *(0.2, "SHARE", _NOT_NEGATIVE),
         "grpo, ppo: how far above 1 a ratio of probabilities counts (TRL's epsilon_high)",

@@ -58,7 +58,7 @@ class Candidate(Record, frozen=True, kw_only=True):
     peak_bytes: int | None = None
     """Predicted: bytes of a GPU that the step needs at its peak; None: nobody predicted it."""
     headroom_length_tokens: int | None = None
-    """Measured: length of the trial that left this headroom: as asked, or longer with no more."""
+    """Measured: length of the trial with that headroom: this, or a longer one that leaves less."""
     lacks_bytes: int | None = None
     """Bytes missing of the memory in ``lacks_of``, at least if measured; None: fits, or unknown."""
     lacks_of: Literal["device", "host"] | None = None

@@ -392,7 +392,7 @@ class Past(Record, frozen=True, kw_only=True):
 
 
 class Expectation(Record, frozen=True, kw_only=True):
-    """A prediction of a cell before its first trial; a trace or file also ordered bisection."""
+    """A prediction of a cell before its first trial; one by trace or file also orders bisection."""
 
     cell: Cell
     likely_tokens: int

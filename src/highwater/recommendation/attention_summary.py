@@ -22,11 +22,11 @@ from highwater.nouns.hardware import gpu_catalog, lacking, runs_trials
 Why = Literal["ran out of memory", "took too long", "crashed", "longest tried", "red"]
 _USE_CASES = ((16_384, 32_768), (32_768, 65_536), (65_536, 131_072), (131_072, None))
 FAR = 64
-"""Most times the longest measured length that a prediction goes to."""
+"""Multiple of the longest measured length up to which lengths are predicted."""
 _WELL_DESCRIBED = 0.05
 """Largest relative error of a peak with which a linear formula is taken."""
 _LATE_PART = 4
-"""Divisor of the longest length: peaks from there on tell what is to come."""
+"""Divisor of the longest length: if no line fits all peaks, those from there on are tried."""
 _LONGEST_TOKENS = 1 << 34
 LEAST_LENGTHS = 3
 """Fewest lengths that a formula is fitted to: through two of them one always goes."""
