@@ -7,8 +7,8 @@ HighwaterError                 exit code 2: the user can fix it
 ├── SnapshotError              a memory snapshot that cannot be read, or is not plain data
 └── MachineError               exit code 3: this machine cannot do it
 
-An error that is none of these is a bug of ours, exit code 70. What the machine refuses, an
-``OSError`` that nobody put into words, is a MachineError at the door.
+An error that is none of these is a bug of ours, exit code 70. An ``OSError`` that no code has put
+into words becomes a MachineError in cli/app.py.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ EXIT_USER = 2
 EXIT_MACHINE = 3
 EXIT_INCONCLUSIVE = 4
 EXIT_BUG = 70
-"""EX_SOFTWARE of sysexits.h: never an answer, and nothing that was typed."""
+"""EX_SOFTWARE of sysexits.h: a code that neither an answer nor an error of the user's has."""
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 

@@ -18,7 +18,7 @@ _DECIMAL_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TOKEN_UNITS = {"": 1, "k": KIB, "m": MIB}
 _SECOND_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 MOST_BYTES = 1 << 60
-"""Largest size in bytes, an EiB: anything larger is a typing error, and may fit no file."""
+"""Largest size in bytes that is read, an EiB: anything larger is a typing error."""
 MOST_TOKENS = 1 << 30
 """Largest length in tokens: 1,073,741,824."""
 MOST_SECONDS = 366 * 86_400.0

@@ -108,8 +108,8 @@ def _assert_trains(highwater: Run, words: list[str]) -> None:
 
 @pytest.mark.parametrize("example", published.grammar().examples)
 def test_an_example_of_the_published_script_is_understood(example, run):
-    assert example.startswith(published.PROGRAM)
-    shown = run(published.PROGRAM, "--help").stdout.partition("\nexamples:\n")[2]
+    assert example.startswith(published.PUBLISHED)
+    shown = run(published.PUBLISHED, "--help").stdout.partition("\nexamples:\n")[2]
     assert example in [line.strip() for line in shown.splitlines()]
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import Run, offered, refusal
 
 from highwater.cli.search_context_length_capacity import (
-    PROGRAM,
+    PUBLISHED,
     in_these_words,
     parse,
     request_of,
@@ -27,7 +27,7 @@ SUPPORTED = ("--save_hf_checkpoint", "never")
 
 @pytest.fixture
 def search(run: Run) -> Run:
-    return lambda *words, **environment: run(PROGRAM, *words, **environment)
+    return lambda *words, **environment: run(PUBLISHED, *words, **environment)
 
 
 def test_the_flags_and_defaults_are_the_original_ones(monkeypatch):

@@ -58,9 +58,9 @@ def test_a_noun_keeps_the_defaults_of_its_declared_fields():
     with pytest.raises(TypeError, match="model"):
         Kept()
     tokens, model = Kept.declared
-    assert (tokens.name, tokens.rung_field) == ("tokens", "tokens")
+    assert (tokens.name, tokens.sets) == ("tokens", "tokens")
     assert (tokens.type, tokens.default) == (int, 3)
-    assert (model.name, model.rung_field) == ("which", "model")
+    assert (model.name, model.sets) == ("which", "model")
 
 
 @each(ROWS)
@@ -104,7 +104,7 @@ def test_what_a_setting_is_shown_as_is_read_from_a_command_line_a_file_and_pytho
     assert request_from(typed_values(typed)) == of_a_file
 
 
-OF_A_RUNG = [row for row in ROWS if row.rung_field in Settings.__struct_fields__]
+OF_A_RUNG = [row for row in ROWS if row.sets in Settings.__struct_fields__]
 
 
 @each([row for row in OF_A_RUNG if row.name not in OF_OTHERS])  # no trial of ours has these
@@ -118,7 +118,7 @@ def test_the_flags_of_a_rung_name_it_again(row):
         usual = msgspec.structs.replace(usual, optimizer="adamw-bf16", accumulates=False)
     value = "host" if row.name == "activations" else value_of(row)  # no rung has "auto"
     asked = request_from({"model": "Qwen3-0.6B", row.name: value}, keywords=True)
-    rung = msgspec.structs.replace(usual, **{row.rung_field: getattr(asked, row.rung_field)})
+    rung = msgspec.structs.replace(usual, **{row.sets: getattr(asked, row.sets)})
     typed = typed_values(parse(["try", "Qwen3-0.6B", "--length", "4k", *setting_flags(rung)]))
     again = request_from(typed)
     for field in Settings.__struct_fields__:
@@ -130,9 +130,9 @@ def test_the_flags_of_a_rung_name_it_again(row):
 @each([row for row in ROWS if row.labels])
 def test_a_label_tells_what_is_not_the_default_and_nothing_of_what_is(row):
     usual = msgspec.structs.fields(Settings)
-    default = next(field.default for field in usual if field.name == row.rung_field)
+    default = next(field.default for field in usual if field.name == row.sets)
     assert row.label_of(default) == ""
-    assert row.rung_field in Settings.__struct_fields__
+    assert row.sets in Settings.__struct_fields__
     told = [row.label_of(value) for value in row.labels if value != default]
     assert all(told) or row.other_label
     assert len(set(told)) == len(told)

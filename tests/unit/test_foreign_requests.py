@@ -237,7 +237,7 @@ def test_nobody_compares_a_trainer_with_a_name():
 
 
 def test_every_setting_of_a_rung_has_a_name_that_a_target_may_know():
-    fields = {row.rung_field for row in DECLARED.values()}
+    fields = {row.sets for row in DECLARED.values()}
     assert set(Settings.__struct_fields__) <= fields
     names = {*DECLARED, *Layout().degree_settings}
     assert all(row.knows <= names for row in TARGETS.values())

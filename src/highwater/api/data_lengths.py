@@ -23,7 +23,7 @@ from highwater.model.model import load_model
 from highwater.model.model_place import CONFIG
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import CorpusOrder, missing_files, whole_paths
-from highwater.nouns.hardware import LISTED, hour_dollars_of
+from highwater.nouns.hardware import LIST_PRICE_NOTE, hour_dollars_of
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OURS, REGISTRY
 from highwater.nouns.trial import OnPhase, unheard
@@ -32,29 +32,29 @@ from highwater.trials.inputs import tokenised
 from highwater.units import MOST_TOKENS, parse_price, parse_tokens
 
 _USUAL = 8192
-"""The shortest length that is told of data with longer documents; of others an eighth of it."""
+"""Shortest length of the answer, in tokens; an eighth of it if all documents are shorter."""
 _BYTES, _EVERY_ID = 1 << 16, 1 << 31
-"""Vocabularies that have every byte, and every id, where no ``config.json`` says how many."""
+"""Sizes of vocabularies with every byte, and with every id, where no ``config.json`` has one."""
 _BYTES_PER_TOKEN = 4
-"""Bytes of a token of English text, about, where no tokenizer is here to count.
-Source: https://help.openai.com/en/articles/4936856-what-are-tokens-and-how-to-count-them"""
+"""Bytes of a token of English text, about, where there is no tokenizer to count. Source:
+https://help.openai.com/en/articles/4936856-what-are-tokens-and-how-to-count-them"""
 _ROUND = 256
-"""Tokens of which a length that holds documents is a multiple."""
+"""``whole_tokens`` is a multiple of so many tokens."""
 
 
 class KeptLength(Record, frozen=True, kw_only=True):
-    """What a length keeps of the data, and what training there takes."""
+    """The part of the data that a length keeps, and what training on it takes."""
 
     length_tokens: int
     documents: int
-    """Documents that are no longer, all of which is trained."""
+    """Documents of this length or shorter, which are trained whole."""
     kept_tokens: int
-    """Tokens that are trained where the ends of longer documents are cut."""
+    """Tokens that are trained if the ends of longer documents are cut."""
     trained: CellPrediction | None = None
-    """How the length is trained; None: no GPUs were named, or nothing trains it."""
+    """The settings that train the length; None: no GPUs were named, or nothing trains it."""
     epoch_s: float | None = None
-    """Seconds of one pass over the kept tokens, in rows that are full of one document: tokens of
-    short ones attend to fewer, and take less. None: nobody knows."""
+    """Seconds of one pass over the kept tokens, as if each row were full of one document: tokens of
+    short ones attend to fewer, and take less. None: unknown."""
     epoch_price: float | None = None
     """Price of that pass, in the unit of the price that was named or else in dollars."""
 
@@ -73,23 +73,24 @@ class DataLengths(Record, frozen=True, kw_only=True):
     tokens: int
     longest_tokens: int
     lengths: tuple[KeptLength, ...]
-    """Each twice the one before; the last one keeps everything."""
+    """Each is twice the one before; the last keeps everything."""
     whole_tokens: int = 0
     """The shortest length, of multiples of 256, that holds 99 % of the documents whole."""
     cut: KeptLength | None = None
-    """The length that was named, or the longest that trains if documents are longer: they are cut.
-    """
+    """The named length, or the longest that trains, if some documents are longer and thus cut."""
     reach_tokens: int | None = None
     """The longest length that trains on the GPUs; None: none are named; 0: no length does."""
     native_length_tokens: int = 0
-    """The model's; 0: none is named."""
+    """The model's native length; 0: no model is named."""
     trained_by: str | None = None
-    """Who trains which model on which GPUs; None where none are named."""
+    """The trainer, the model and the GPUs, in words; None: no GPUs are named."""
     notes: tuple[str, ...]
 
     @property
     def enough(self) -> KeptLength:
-        """The shortest length that keeps 95 % of the tokens, or where none trains the longest."""
+        """The shortest length that keeps 95 % of the tokens; if it does not train, the longest that
+        does.
+        """
         found = next(each for each in self.lengths if each.kept_tokens >= 0.95 * self.tokens)
         trained = [each for each in self.lengths if each.trained]
         return trained[-1] if trained and found not in trained else found
@@ -104,10 +105,10 @@ def data_lengths(
     on_phase: OnPhase = unheard,
     **asked: Any,
 ) -> DataLengths:
-    """The lengths of the documents in files, by the tokenizer of ``model``, or of a folder that has
-    no more; with ``gpus`` and the other keywords of ``predict`` also how each length is trained,
-    and how long one pass takes; ``length`` is one of yours; without a tokenizer tokens are
-    estimated; ``price`` is that of one GPU for an hour, ``2.5`` or ``"2.50/h"``, by default the
+    """Measure the documents in files, in tokens of the tokenizer of ``model``, a folder with no
+    more than that among them; estimated without one. With ``gpus`` and other keywords of
+    ``predict``: how each length is trained, and the time of one pass. ``length``: one more length
+    to answer for. ``price``: that of one GPU for an hour, ``2.5`` or ``"2.50/h"``, by default the
     catalog's. Raises HighwaterError for what cannot be read, or predicted.
     """
     hour_price = parse_price(price)
@@ -168,7 +169,7 @@ def data_lengths(
         native_length_tokens=native,
         cut=None if cut is None else keep(cut),
         trained_by=trained_by,
-        notes=(*corpus.notes, LISTED) if is_listed else corpus.notes,
+        notes=(*corpus.notes, LIST_PRICE_NOTE) if is_listed else corpus.notes,
     )
 
 
@@ -184,7 +185,7 @@ def _kept(
     if model is not None:
         prediction = predict(model, length=length_tokens, **asked)
         trained = prediction.answer
-        is_alone = prediction.memory_limit.rollout is None  # how long one generates nobody knows
+        is_alone = prediction.memory_limit.rollout is None  # how long one generates is unknown
         if trained is not None and trained.step is not None and is_alone:
             hour = hour_dollars_of(prediction.device_name, price)
             cost = cost_of(kept, trained.step, gpus=prediction.gpus, hour_dollars=hour)

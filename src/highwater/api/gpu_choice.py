@@ -18,7 +18,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, Prediction
 from highwater.nouns.cluster import has_count
 from highwater.nouns.codec import Record
-from highwater.nouns.hardware import LISTED, hour_dollars_of
+from highwater.nouns.hardware import LIST_PRICE_NOTE, hour_dollars_of
 from highwater.nouns.trainer import TrainerName
 from highwater.speed import cost_of
 from highwater.units import parse_price
@@ -38,11 +38,11 @@ class Offer(Record, frozen=True, kw_only=True):
     trained: CellPrediction | None = None
     host_memory_bytes: int | None = None
     usual_host: str | None = None
-    """The machine whose host memory is taken, where nobody said how much there is."""
+    """The machine whose host memory is taken, if nobody named any."""
     million_dollars: float | None = None
-    """Dollars of a million tokens; None: nobody knows the price, or the speed."""
+    """Dollars of a million tokens; None: the price or the speed is unknown."""
     hour_dollars: float | None = None
-    """Dollars of these GPUs for an hour; None: nobody knows the price."""
+    """Dollars of these GPUs for an hour; None: the price is unknown."""
 
 
 class GpuChoice(Record, frozen=True, kw_only=True):
@@ -65,10 +65,11 @@ def cheapest_gpus(
     price: str | float | None = None,
     **asked: Any,
 ) -> GpuChoice:
-    """Of kinds of GPUs, ``("A100", "8xH100")``, what a million tokens of ``length`` cost on each:
-    of a kind without a number on the fewest, or on 1, 2, 4 or 8, whichever is cheapest. ``price``
-    is that of a GPU and hour, or one for each kind, ``"1.59,3.49"``; by default the catalog's. The
-    other keywords are those of ``predict``. Raises HighwaterError for what cannot be asked.
+    """Compare kinds of GPUs, ``("A100", "8xH100")``, by what a million tokens cost in sequences of
+    ``length``. A kind without a number is tried with 1, 2, 4, 8 and the fewest, and its cheapest
+    kept. ``price``: of a GPU and hour, or one for each kind, ``"1.59,3.49"``; default: the
+    catalog's. Other keywords are those of ``predict``. Raises HighwaterError for what cannot be
+    asked.
     """
     prices = [parse_price(each) for each in str(price).split(",")] if price is not None else [None]
     if len(prices) not in (1, len(gpus)):
@@ -88,12 +89,12 @@ def cheapest_gpus(
         trainer=known.trainer,
         length_tokens=known.length_tokens or 0,
         offers=tuple(sorted(offers, key=_place)),
-        notes=tuple(dict.fromkeys([*notes, *([LISTED] * is_listed)])),
+        notes=tuple(dict.fromkeys([*notes, *([LIST_PRICE_NOTE] * is_listed)])),
     )
 
 
 def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
-    """The predictions of a kind's numbers of GPUs, or of the number that a text has."""
+    """Predictions for several numbers of a kind's GPUs, or for the number that the text has."""
     if has_count(gpus):
         return [predict(model, gpus=gpus, **asked)]
     found: dict[int, Prediction] = {}
@@ -102,7 +103,7 @@ def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
     def trains(count: int) -> bool:
         try:
             found[count] = predict(model, gpus=gpus if count == 1 else f"{count}x{gpus}", **asked)
-        except UsageError as error:  # a degree of 4 needs as many; copies of NF4 are a flag more
+        except UsageError as error:  # degrees need as many GPUs; NF4 needs `--copies`
             refused.append(error)
             return False
         return any(cell.capacity_tokens for cell in found[count].cells)
@@ -115,14 +116,14 @@ def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
 
 
 def _place(offer: Offer) -> tuple[float, ...]:
-    """Sort key: what trains it for known dollars, then without by the hour, and what does not."""
+    """Sort key: offers that train it come first, by dollars a million tokens, then an hour."""
     dollars, hour = offer.million_dollars, offer.hour_dollars
     known = (dollars is None, round(dollars or 0.0, 2), hour is None, hour or 0.0)
     return (offer.trained is None, *known, offer.gpus)
 
 
 def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
-    """The cheapest of a kind's predictions, then of the fewest GPUs, each by its fastest cell."""
+    """The cheapest offer of a kind's predictions, each by the fastest cell that fits."""
     offers: list[Offer] = []
     for each in tried:
         fitting = [cell for cell in each.cells if cell.capacity_tokens]

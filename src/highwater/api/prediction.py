@@ -53,24 +53,24 @@ def predict(
     on_calibrate: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> Prediction:
-    """The longest context that ``model`` is predicted to train with on each rung; with ``length``
-    the rungs that it fits.
+    """Predict the longest context that ``model`` trains with on each rung; with ``length`` which
+    rungs train it.
 
-    It fits where the upper end of its interval does, which recorded trials taught;
-    ``calibrate_with`` are studies whose trials are to teach too: with ``exact`` those that tell the
-    most, each traced first; ``on_calibrate`` hears how many traces that takes.
+    A length fits if the upper end of its interval does. Recorded trials taught the intervals;
+    ``calibrate_with`` are studies whose trials are to teach them, too: with ``exact`` those that
+    tell the most, each traced first; ``on_calibrate`` hears how many traces that takes.
 
     ``constants`` is a file that ``highwater doctor --measure --json`` printed on such GPUs:
     context, cuBLAS and NCCL are taken from it, in the place of those that were read on H200s.
 
-    ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; without it this machine's are
-    meant. ``gpu_memory`` is the memory of one, for a kind that no catalog has; ``host_memory`` the
-    machine's: without it what a machine with such GPUs usually has; ``reserved`` what others take
-    of each GPU. ``rollout_gpus`` of the GPUs are a rollout's own, and ``rollout="vllm"`` says what
-    vLLM takes there, or on the same GPUs. ``cost`` of the answer is the time and money of
-    ``tokens``, ``"500M"``, by default a million where there is a ``price`` of a GPU and hour, by
-    default the catalog's. ``settings`` are the fields of ``Request`` that name a
-    trial, a grid of lengths or a rollout. Nothing is trained.
+    ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; default: this machine's.
+    ``gpu_memory`` is the memory of one, for a kind that no catalog has; ``host_memory`` the
+    machine's, by default what a machine with such GPUs usually has; ``reserved`` what others take
+    of each GPU. ``rollout_gpus`` of the GPUs are a rollout's own, and ``rollout="vllm"`` asks what
+    vLLM takes there, or on the same GPUs. With ``tokens``, ``"500M"``, or a ``price`` of one GPU
+    for an hour, the answer has a ``cost``: default: a million tokens, the catalog's price.
+    ``settings`` are the fields of ``Request`` that name a trial, a grid of lengths or a rollout.
+    Nothing is trained.
 
     By formula: milliseconds, no torch. ``exact`` traces the engine's own steps on fake tensors, in
     processes with torch, at the lengths around each edge: half a minute to minutes a trace, which
@@ -218,7 +218,7 @@ def predict_against(
     gpu_memory: str | int | None = None,
     **limits: Any,
 ) -> "TableAccuracy":
-    """Predictions for every cell of a table of known capacities (CSV), compared with it.
+    """Compare predictions for every cell of a table of known capacities (CSV) with the table.
 
     ``gpu_memory`` is that of the kind that no catalog has, or of the table's only kind; ``limits``
     are ``host_memory`` and ``reserved``, as for ``predict``.

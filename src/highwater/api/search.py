@@ -40,14 +40,14 @@ Listener = Callable[[SearchEvent], None]
 
 
 def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> Study:
-    """The longest context that ``model`` trains with, for each layout and rung: a study with a pair
-    of real trials each. ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``,
+    """Search the longest context that ``model`` trains with, for each layout and rung: a study with
+    a pair of real trials each. ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``,
     ``memory="80GiB"``, ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it
     starts and ends. Blocks for as long as the trials take, or their ``budget``; called again it
     goes on where it was. A ``study`` that has every answer is returned as it is where there is no
     GPU to ask. After the answer the first out of memory is repeated once with its memory recorded,
-    of which a note of the study tells; ``no_diagnose=True`` leaves that out. Raises HighwaterError
-    for what cannot be asked, before anything starts.
+    and a note of the study says what was alive; ``no_diagnose=True`` leaves that out. Raises
+    HighwaterError for what cannot be asked, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     known = completed_study(request)
@@ -62,20 +62,20 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
 
 
 def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
-    """One real trial of ``length`` tokens: how it ended, and what was measured. ``settings`` as for
-    ``find``. Raises HighwaterError for what cannot be tried, before anything starts.
+    """Run one real trial of ``length`` tokens: how it ended, and what was measured. ``settings`` as
+    for ``find``. Raises HighwaterError for what cannot be tried, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     return answer_trial(request, prepare_trial(request, length))
 
 
 def open_study(path: str | Path) -> Study:
-    """The study in a file, as it is now; StudyError when there is none, or it is damaged."""
+    """Read the study in a file, as it is now; StudyError when there is none, or it is damaged."""
     return read_study(Path(path))
 
 
 def prepare(request: Request) -> Plan:
-    """The question of a request, checked before the first trial; raises HighwaterError."""
+    """Plan a search, and check all that it needs before the first trial; raises HighwaterError."""
     machine, of_machine = where_trials_run(request)
     check_request(request, machine, steps=request.steps)
     machines = across_nodes(request)
@@ -100,7 +100,7 @@ def prepare(request: Request) -> Plan:
 
 
 def _planned(request: Request, machine: Machine) -> Plan:
-    """The plan on this machine, or across as many like it as the request names."""
+    """The plan on this machine, or on as many machines like it as the request names."""
     if request.nodes == 1:
         return searched(request, machine, cells_of_study(request))
     together = machine.replace(gpus=machine.gpus * request.nodes)
@@ -128,7 +128,7 @@ def prepare_trial(request: Request, length: int | str) -> TrialSpec:
 
 
 def _check_host_memory(spec: TrialSpec) -> None:
-    """Raise UsageError for a trial that takes more host memory than was named."""
+    """Raise UsageError for a trial that takes more host memory than ``--host-memory``."""
     most_bytes, needed_bytes = spec.host_memory_bytes, host_bytes(spec)
     if most_bytes is not None and needed_bytes > most_bytes:
         raise UsageError(
@@ -227,7 +227,7 @@ def _search(
 def _budget(
     request: Request, planned: Plan, runner: LocalRunner | RayRunner | SimulatedRunner
 ) -> Budget | None:
-    """The budget that trials on this machine have; none of a dry run, which takes no time."""
+    """The budget of trials on this machine; None: no budget, or a dry run, which takes no time."""
     if planned.budget_s is None or isinstance(runner, SimulatedRunner):
         return None
     return Budget(

@@ -59,13 +59,13 @@ class PreparedTraining(Record, frozen=True, kw_only=True):
     predicted: CellPrediction
     """The prediction of its memory, as a trial's."""
     rows_bytes: int = 0
-    """Bytes that its rows take besides."""
+    """Bytes of its rows, beside what is predicted."""
     expected_s: float | None
-    """Seconds that its steps take, predicted; None: nobody knows."""
+    """Predicted seconds of its steps; None: unknown."""
     notes: tuple[str, ...]
     allow_busy: bool
     across: Across | None = None
-    """The start of several machines; None: this one alone."""
+    """How ranks start on several machines; None: on this one alone."""
     done_steps: int = 0
     """Steps of the checkpoint that it goes on from."""
 
@@ -100,7 +100,7 @@ def train(
     for name, value in settings.items():
         (named if name in TrainingRequest.__struct_fields__ else others)[name] = value
     asked = training_request_from(named)
-    for name in others:  # what no setting is called is left to the request
+    for name in others:  # the request refuses unknown names
         if name in DECLARED and "train" not in DECLARED[name].commands:
             raise UsageError(
                 f"{name} is a setting of searches and trials, and says nothing about a training",
@@ -114,7 +114,7 @@ def train(
 def prepare_training(
     request: Request, asked: TrainingRequest, *, on_phase: OnPhase = unheard
 ) -> PreparedTraining:
-    """The run of a request, prepared and compared with its folder; raises HighwaterError."""
+    """Prepare the run of a request, and compare it with its folder; raises HighwaterError."""
     folder = TrainingFolder(asked.output)
     folder.refuse_missing(asked.resume_from)
     refuse_missing_reporters(asked.report_to)
@@ -164,7 +164,7 @@ def prepare_training(
 
 
 def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> None:
-    """Raise MachineError without room for two checkpoints and the best one, and the model."""
+    """Raise MachineError without disk space for two checkpoints, the best one, and the model."""
     saved = trial.settings.replace(checkpoint="sharded", save_hf="last")
     needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
     checkpoints = max(1, 2 + has_best - len(folder.checkpoint_steps()))
@@ -194,7 +194,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
 
 
 def _completed(request: Request) -> Request:
-    """The request with what a training implies: merged weights saved, adapters' faster rate."""
+    """The request with what a training implies: merged weights are saved, adapters learn faster."""
     named = msgspec.structs.asdict(request)
     implied: dict[str, Any] = {"save_hf": "last"} if named["lora_merged"] else {}
     if named["lora"] is not None and request.learning_rate is None:
@@ -203,13 +203,13 @@ def _completed(request: Request) -> Request:
 
 
 def _rows(asked: TrainingRequest) -> int | None:
-    """The rows of a step that are named, or those of the run that is in the folder."""
+    """The named rows of a step, or those of the run that is in the folder."""
     before = TrainingFolder(asked.output).spec()
     return asked.rows or (before.micro_batches if before else None)
 
 
 def _refuse_other_runs(request: Request) -> None:
-    """Raise UsageError for what a file of ``--config`` has a search do, and no training does."""
+    """Raise UsageError for settings in a ``--config`` file that no training has."""
     others = {"runner": request.on_ray, "dry_run": request.dry_run}
     for name, is_named in {"trainer": request.trainer != OURS, **others}.items():
         if is_named:
@@ -221,7 +221,7 @@ def _refuse_other_runs(request: Request) -> None:
 
 
 def _refuse_no_gpu(request: Request, machine: Machine, asked: TrainingRequest) -> None:
-    """Raise where there is no GPU, and nobody says that the CPU is meant."""
+    """Raise MachineError or UsageError where there is no GPU, and the CPU is not named."""
     if request.device == "cpu" or machine.gpus or machine.unreadable_gpus:
         return
     try:
@@ -236,7 +236,7 @@ def _refuse_no_gpu(request: Request, machine: Machine, asked: TrainingRequest) -
 
 
 def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
-    """The order to tokenise a training's data."""
+    """The request to tokenise a training's data."""
     directory = Path(trial.model_directory)
     has_tokenizer = not missing_files(directory).tokenizer
     if not has_tokenizer:
@@ -258,7 +258,7 @@ _RECORD_BYTES = 1 << 20
 
 
 def _refuse_conversations(data: Sequence[str]) -> None:
-    """Refuse a file that begins with a conversation, which a tokenizer would make a text of."""
+    """Raise UsageError for a file that begins with a conversation, which needs a tokenizer."""
     for path in filter(Path.is_file, map(Path, data)):
         record: object = None
         with path.open("rb") as file, suppress(ValueError):
@@ -282,7 +282,7 @@ def training_spec(
     *,
     rows: int | None,
 ) -> TrainingSpec:
-    """The run, whose trial has as many micro-batches as each rank of it."""
+    """The run; its trial has one rank's share of the micro-batches."""
     ranks = trial.layout.data_parallel_degree
     micro_batches = rows or ranks * trial.micro_batches
     own = max(1, micro_batches // ranks)
@@ -322,7 +322,7 @@ def training_spec(
 
 
 def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction) -> float | None:
-    """Seconds of all steps, of rows as long as the length; None where nobody knows the GPU."""
+    """Seconds of all steps, if rows are as long as the length; None: the GPU is unknown."""
     if predicted.step is None or trial.device != "cuda":
         return None
     name = probe().gpus[0].name
@@ -340,7 +340,7 @@ def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction)
 def run_training(
     prepared: PreparedTraining, *, on_progress: OnProgress | None = None
 ) -> TrainingResult:
-    """Run what was prepared, in its ``own_folder``; what is done already is not done again."""
+    """Run what was prepared, within ``own_folder``; what is done already is not done again."""
     spec = prepared.spec
     reports: Sequence[RankReport] = ()
     last: list[TrainingProgress] = []
@@ -368,7 +368,7 @@ def result_so_far(
     reports: Sequence[RankReport] = (),
     heard: Sequence[TrainingProgress] = (),
 ) -> TrainingResult | None:
-    """The result that the last checkpoint tells of; None without one."""
+    """The result as the last checkpoint has it; None: there is none."""
     spec = prepared.spec
     state = TrainingFolder(spec.output_directory).last_state()
     if state is None:

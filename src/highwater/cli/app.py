@@ -16,7 +16,7 @@ from highwater.cli.grammar import grammar, parse
 from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
-"""How a system answers a wrong program. All else is the machine's: rights, room, limits."""
+"""Error numbers that only a bug causes. All others are the machine's: rights, room, limits."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of the answer went away: nobody is left to tell
         console.write_no_more(sys.stdout)
         return EXIT_USER
-    # the edge of the process: whatever it is, 1 would say that nothing fits
+    # the process's edge: exit code 1, Python's own, would say that nothing fits
     except Exception as error:  # noqa: BLE001
         refused = _refused_by_the_machine(error)
         if refused is None:
@@ -53,7 +53,7 @@ def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
 
 
 def _refused_by_the_machine(error: Exception) -> MachineError | None:
-    """A file, a disk or a limit that no part of the program has put into words; None for a bug."""
+    """The MachineError for an error of the system that no code has put into words; None: a bug."""
     if isinstance(error, MemoryError):
         return MachineError(
             "this machine has no memory left",
@@ -73,7 +73,7 @@ def _refused_by_the_machine(error: Exception) -> MachineError | None:
 
 
 def _refuse_what_is_not_utf_8(words: Sequence[str]) -> None:
-    """Raise UsageError for a word that no study could record, or no system takes for a name."""
+    """Raise UsageError for a word that is not UTF-8, or that has a zero byte, as no name has."""
     for word in words:
         if "\0" in word:
             raise UsageError(f"{word} has a zero byte", hint="leave it out: no name has one")
@@ -94,7 +94,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _handler(name: str) -> Callable[[argparse.Namespace], int]:
-    """Import a command's handler: what other commands need stays out of this process."""
+    """Import a command's handler; modules that only other commands need are not imported."""
     match name:
         case "find" | "try" | "show" | "schema":
             from highwater.cli import commands as module

@@ -1,4 +1,4 @@
-"""``highwater bench attention``: the longest sequence of each attention here, and a report."""
+"""``highwater bench attention``: measure each attention's longest sequence here, and report."""
 
 import argparse
 import os
@@ -66,22 +66,22 @@ _TIMEOUTS = {"cuda": 60.0, "cpu": 10.0}
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """Measure, print the longest lengths, and write the report."""
+    """Measure, print the longest lengths, and write the report; returns the exit code."""
     machine = probe()
     order = _order(arguments, machine)
     folder = _folder(arguments.out)
-    told: list[BenchLine] = []
+    heard: list[BenchLine] = []
     interrupt: KeyboardInterrupt | None = None
     began_s = time.monotonic()
     try:
         with bench_lines(order) as lines:
             for line in lines:
-                told.append(line)
+                heard.append(line)
                 console.talk(f"{format_seconds(time.monotonic() - began_s)}: {_line_words(line)}")
     except KeyboardInterrupt as caught:
         interrupt = caught
-    not_run = tuple(each.not_run for each in told if each.not_run is not None)
-    rows = tuple(each.row for each in told if each.row is not None)
+    not_run = tuple(each.not_run for each in heard if each.not_run is not None)
+    rows = tuple(each.row for each in heard if each.row is not None)
     if not rows:
         if interrupt is not None:
             console.talk("interrupted: no case had ended, and nothing of it runs any more")
@@ -94,8 +94,8 @@ def bench(arguments: argparse.Namespace) -> int:
         made_at=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=arguments.command_line,
         order=order,
-        machine=next(each.machine for each in told if each.machine is not None),
-        checks=tuple(each.check for each in told if each.check is not None),
+        machine=next(each.machine for each in heard if each.machine is not None),
+        checks=tuple(each.check for each in heard if each.check is not None),
         rows=rows,
         not_run=not_run,
         is_whole=interrupt is None,
@@ -112,7 +112,7 @@ def bench(arguments: argparse.Namespace) -> int:
         console.talk("interrupted: what had ended is in the report, nothing runs any more")
         return exit_code_of(interrupt)
     if not arguments.json:
-        # the same on two GPUs, where there are as many; else another kind of attention's layer
+        # next: the same on two GPUs, if there are two; else heads as another model has them
         has_two = order.gpus == 1 and (order.device == "cpu" or len(machine.gpus) > 1)
         more = "--gpus 2" if has_two else "--heads 32 --kv-heads 8 --head-dim 128"
         console.next_command(f"highwater bench attention --device {order.device} {more}")
@@ -140,7 +140,7 @@ def _line_words(line: BenchLine) -> str:
 
 
 def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
-    """Order what was typed, with this machine's defaults; UsageError, MachineError."""
+    """The benchmark as typed, with this machine's defaults. Raises UsageError or MachineError."""
     given = {name: getattr(arguments, name) for name in PATTERN_FIELDS}
     typed = {name: value for name, value in given.items() if value is not None}
     names = implementations_named(arguments.implementations, has_pattern=bool(typed))
@@ -204,8 +204,8 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
 def _patterns(
     typed: dict[str, str], names: Sequence[str], device: Device
 ) -> dict[str, SparsePatternConfig]:
-    """The patterns of the implementations that take one, with what was typed. Raises UsageError for
-    what training refuses too, and for a pattern of none of them.
+    """The pattern of each named implementation that takes one, with the typed fields. Raises
+    UsageError for what training refuses too, and if no named implementation takes a pattern.
     """
     if not typed:
         return {}
@@ -229,7 +229,7 @@ def _patterns(
 
 
 def _branches(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Segments and rates, where they were typed. Raises UsageError for some that cannot be."""
+    """The typed segments and rates, as fields of ``BenchOrder``. Raises UsageError for others."""
     typed = [name for name in ("segment_lengths", "dilation_rates") if getattr(arguments, name)]
     if not typed:
         return {}
@@ -241,7 +241,7 @@ def _branches(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, 
 
 
 def _taking(flags: str, typed: Collection[str], names: Sequence[str]) -> dict[str, Implementation]:
-    """Find the named that take the flags. Raises UsageError for none."""
+    """The named implementations whose field ``flags`` is true. Raises UsageError without one."""
     every = {name: each for name, each in IMPLEMENTATIONS.items() if getattr(each, flags)}
     found = {name: each for name, each in every.items() if name in names}
     if not found:
@@ -289,7 +289,7 @@ def _memory_bytes(arguments: argparse.Namespace, device: Device, machine: Machin
 
 
 def bench_dtype(named: BenchDtype | None, device: Device, machine: Machine) -> BenchDtype:
-    """The dtype to compute in: the named, or the GPUs' fastest; MachineError for bf16 without."""
+    """The dtype to compute in: ``named``, else the GPUs' fastest. Raises MachineError for bf16."""
     if device == "cpu":
         return named or "fp32"
     oldest = min(machine.gpus, key=lambda gpu: gpu.compute_capability)
@@ -300,7 +300,7 @@ def bench_dtype(named: BenchDtype | None, device: Device, machine: Machine) -> B
 
 
 def _folder(named: str | None) -> Path:
-    """The folder that the report goes to, made and without one. Raises UsageError."""
+    """The folder for the report, made if needed. UsageError: it has one, or cannot be written."""
     parent = Path("logs", _REPORT)
     folder = parent / f"{datetime.now():%Y%m%d-%H%M%S}" if named is None else Path(named)
     hint = f"name another: `--out {parent / 'another'}`"

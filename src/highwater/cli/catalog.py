@@ -1,9 +1,9 @@
-"""``highwater models``, ``gpus`` and ``completion``: names of the catalogs, the source of each,
-and the script by which a shell completes them after ``highwater``.
+"""``highwater models``, ``gpus`` and ``completion``: names of the catalogs, the source of each, and
+the script by which a shell completes them after ``highwater``.
 
-shtab writes the script from the grammar: commands, flags, and values that are one of a list. It
-cannot know names of models and kinds of GPUs, also after ``4x``: they are added here. No completion
-starts Python, and no other command imports shtab.
+shtab writes the script from the grammar: commands, flags, and values that are one of a list. The
+names of models and of kinds of GPUs (also after ``4x``) are added here. A completion starts no
+Python, and no other command imports shtab.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def models(arguments: argparse.Namespace) -> int:
         return console.answer_json({"schema_version": 1, "models": found})
     console.answer_table(_model_table(listed, is_whole=not arguments.words))
     command = f"highwater find {rows[0].name}"
-    with suppress(ModelError):  # of a family that no prediction knows
+    with suppress(ModelError):  # a family that is not predicted
         refuse_unknown_family(load_model(rows[0].name))
         command = f"highwater predict {rows[0].name} --gpus 4xA100-80GB"
     console.next_command(command)
@@ -48,7 +48,7 @@ def models(arguments: argparse.Namespace) -> int:
 
 
 def gpus(arguments: argparse.Namespace) -> int:
-    """Print the kinds of GPUs that have the typed words; as JSON with their usual machines."""
+    """Print the kinds of GPUs with the typed words in their names; as JSON with their machines."""
     kinds = [each for each in gpu_catalog() if _has(arguments.words, each.name, each.match)]
     _refuse_none(kinds, arguments.words, what="kind of GPU", command="gpus")
     if arguments.json:
@@ -171,7 +171,7 @@ def script(shell: str) -> str:
         "model_names": " ".join(dict.fromkeys(models)),
         "gpu_kinds": " ".join(kind.name for kind in gpu_catalog()),
     }
-    # names in any case, as the catalogs know them
+    # these functions match names in any case, as the catalogs do
     functions = Path(__file__).with_name(f"completion.{shell}").read_text(encoding="utf-8")
     return complete(whole, shell=shell, preamble=functions.format(**names))
 

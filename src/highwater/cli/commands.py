@@ -60,7 +60,7 @@ def find(arguments: argparse.Namespace) -> int:
     if arguments.print_config or arguments.print_sbatch:
         from highwater.cli.config import sbatch_script, to_yaml
 
-        load_model(request.model)  # raises for one that is not there: what is printed has to work
+        load_model(request.model)  # raises without the model: what is printed has to work
         in_a_job = not arguments.print_config
         text = sbatch_script(request, arguments.typed) if in_a_job else to_yaml(request)
         console.answer_exactly(text)
@@ -69,7 +69,7 @@ def find(arguments: argparse.Namespace) -> int:
     if known is not None:
         return _say_found(arguments, known, known.notes)
     planned = search.prepare(request)
-    # before trials start all that is to be known; a dry run's notes follow what they are about
+    # notes come before trials start; a dry run's come after the answer that they are about
     first = [each for each in planned.notes if not request.dry_run or each == ON_THE_CPU_NOTE]
     console.notes((*ignored_options(os.environ, planned.question.device), *first))
     is_resumed = _note_resumed(request, planned.question)
@@ -145,7 +145,7 @@ def show(arguments: argparse.Namespace) -> int:
             if number:
                 console.answer("")
             console.answer_table(table, drawn=published_text)
-    is_read = arguments.as_ != "table"  # by programs
+    is_read = arguments.as_ != "table"  # programs read these forms
     for study in studies if is_read else ():
         for cell in study.question.cells:
             answer = study.answer_of(cell)
@@ -159,7 +159,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def say_line(question: Question, cell: Cell, answer: CellAnswer | None) -> None:
-    """Print the published final line of a cell, if it has one, and what it does not say."""
+    """Print notes on a cell, and the published final line of its answer, if it has one."""
     line = published_line(question, cell, answer)
     console.notes(published_notes(question, cell, answer))
     if line is not None:
@@ -174,8 +174,8 @@ def schema(_: argparse.Namespace) -> int:
 
 
 def exit_code(study: Study, *, has_budget: bool = False) -> int:
-    """0 when every cell has an answer, 1 when in none of them anything fits, 4 when a cell has no
-    answer; with a budget, which may end before they have, 4 when nothing was found to fit.
+    """Exit code of a study: 0 if every cell has an answer and one fits, 1 if nothing fits, 4 if one
+    has none. ``has_budget``, which may end before all answers: 0 as soon as any trial fits.
     """
     answers, results = study.answers, (trial.result for trial in study.trials)
     if has_budget and any(each and study.question.counts_as_fit(each) for each in results):
@@ -207,7 +207,7 @@ def _say_found(
     request: Request | None = None,
     planned: Plan | None = None,
 ) -> int:
-    """The answer, as JSON or as a sentence and a table with the next command; the exit code."""
+    """Print the answer, as JSON or as a sentence, a table and the next command; the exit code."""
     if arguments.json:
         console.answer_json(study)
         console.notes(noted)
@@ -221,7 +221,7 @@ def _say_found(
 
 
 def _diagnose(request: Request, study: Study) -> None:
-    """Repeat the first out of memory, recorded, and say where; the answer stays as it is."""
+    """Repeat the first trial that ran out of memory, recorded, and say what was alive then."""
     trial = undiagnosed(request, study)
     if trial is None:
         return
@@ -236,9 +236,9 @@ def _diagnose(request: Request, study: Study) -> None:
 
 
 def _note_resumed(request: Request, question: Question) -> bool:
-    """Say what a study has already, and whether it is anything; its faults are told later."""
+    """Note what a study has already; True if that is anything. Its faults are told later."""
     path = search.study_file(request, question)
-    # which knows no name too long, and no folder without rights
+    # os.path.exists raises nothing for a name too long, or a folder without rights
     if path is None or not os.path.exists(path):  # noqa: PTH110
         return False
     with suppress(StudyError):
@@ -269,14 +269,14 @@ def _after_show(study: Study, shown_as: str) -> str:
 
 
 def with_memory(words: Sequence[str], request: Request, budget_bytes: int | None) -> list[str]:
-    """Add the memory that nobody named: typed again it asks the same, whatever is free then."""
+    """Add ``--memory`` where nobody named it: typed again the words ask the same."""
     if request.memory is not None or budget_bytes is None:
         return list(words)
     return [*words, "--memory", f"{budget_bytes // MIB}MiB"]
 
 
 def _after_try(command: Sequence[str]) -> str:
-    """The search with the same flags, as typed; of a memory-only trial one with that proof."""
+    """The search with the flags of a trial; after a memory-only trial with ``--proof memory``."""
     words = iter(command)
     kept: list[str] = []
     for word in words:
@@ -291,7 +291,7 @@ def _after_try(command: Sequence[str]) -> str:
 
 
 def newest_study(log_directory: Path) -> Study:
-    """The newest study that can be read; one that cannot is named, and hides no other."""
+    """The newest study that can be read; others are noted. Raises StudyError if there is none."""
     paths = newest_studies(log_directory)
     for path in paths:
         try:

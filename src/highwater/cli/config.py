@@ -1,8 +1,8 @@
-"""A search as a file: its configuration, every setting as YAML, whose unknown keys are errors and
-which flags override; and the script of a job of Slurm.
+"""A search as a file: its configuration in YAML (unknown keys are errors, flags override it), and
+the script of a job of Slurm.
 
-The job's command runs on the first machine, and starts the ranks of all of them by ``srun``. Before
-its time is up the job is told to end, and one that is submitted again goes on where the study
+The job's command runs on the first machine, and starts the ranks of all of them by ``srun``. Slurm
+tells it to end before its time is up; a job that is submitted again goes on where the study
 stopped. Source: sbatch(1), srun(1) of Slurm.
 """
 
@@ -30,7 +30,7 @@ SCHEMA_ID = "urn:highwater:schema:study"
 
 
 def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
-    """The settings in a file, if any, with the typed model; UsageError for what cannot be."""
+    """The settings in a file, if any, with the typed model; UsageError for what cannot be read."""
     if config is None:
         return {}
     from_file = _read_yaml(Path(config))
@@ -41,7 +41,7 @@ def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
 
 
 def to_yaml(request: Request) -> str:
-    """The configuration that asks the same, with every setting that its trainer can be told."""
+    """The configuration that asks the same, with every setting that its trainer takes."""
     settings = {name: value for name, value in to_builtins(request).items() if value is not None}
     foreign = foreign_name(request.trainer)
     if foreign is not None:
@@ -56,7 +56,7 @@ def to_yaml(request: Request) -> str:
 
 
 def as_key(name: str, value: object) -> str:
-    """A setting as a line of a file."""
+    """A setting as a line of a configuration file."""
     text = yaml.safe_dump(to_builtins(value), default_flow_style=True, width=10_000)
     shown = text.strip().removesuffix("...").rstrip()
     return f"{name}: {shown}"
@@ -96,7 +96,7 @@ class _Settings(yaml.SafeLoader):
         self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse what no setting needs, before anything is made of it."""
+        """Refuse anchors, tags and deep nesting before anything is built from them."""
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise ComposerError(None, None, "anchors and aliases are not read", event.start_mark)
@@ -114,7 +114,7 @@ class _Settings(yaml.SafeLoader):
 
 
 def _read_yaml(path: Path) -> dict[str, object]:
-    # never raise
+    # os.path never raises
     name = "study.yaml" if os.path.exists(path) and not os.path.isfile(path) else str(path)  # noqa: PTH110, PTH113
     example = (
         f"`highwater find Qwen3-0.6B --print-config > {shlex.quote(name)}` writes one that works"
@@ -124,7 +124,7 @@ def _read_yaml(path: Path) -> dict[str, object]:
         content = yaml.load(read_file(path, most_bytes=SETTINGS_BYTES).decode(), _Settings)  # noqa: S506
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", hint=example) from error
-    # a ValueError: what is no UTF-8, and numbers without end
+    # ValueError: text that is not UTF-8, or a number of too many digits
     except (yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).split())
         raise UsageError(f"{path} is not YAML: {said}", hint=example) from error
@@ -136,17 +136,17 @@ def _read_yaml(path: Path) -> dict[str, object]:
 
 
 _USUAL_S = 4 * 3600
-"""Time of a job where nobody bounds the search: what is not found then is found by the next one."""
+"""Seconds of a job without a budget: the next job goes on with what is not found then."""
 _START_S = 600
-"""Time besides the search's own: machines come one after another, and trials end in order."""
+"""Seconds of a job besides the search's: machines start one after another, trials end in order."""
 _WARNED_S = 120
 _NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def sbatch_script(request: Request, words: Sequence[str]) -> str:
-    """The script of a job that types ``words``, a ``highwater find``.
+    """The script of a Slurm job that runs ``words``, a ``highwater find``.
 
-    UsageError where nobody says how many GPUs a machine has, and for a word with a line end.
+    Raises UsageError if no number of GPUs is named, and for a word with a line end.
     """
     words = _in_the_job(request, words)
     for word in words:
@@ -182,7 +182,7 @@ def _gpus_of_a_node(request: Request) -> int:
 
 
 def _in_the_job(request: Request, words: Sequence[str]) -> list[str]:
-    """The words without the one that only says what to print, and with what starts ranks."""
+    """The words without ``--print-sbatch``, and with what starts ranks on several machines."""
     kept = [word for word in words if word != "--print-sbatch"]
     if request.nodes > 1 and request.launcher is None:
         one_each = f"--nodes {request.nodes} --ntasks-per-node 1"

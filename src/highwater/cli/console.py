@@ -1,6 +1,6 @@
-"""What the commands print: the answer to stdout, talk to stderr. Colours and live tables only where
-there is a terminal. SIGTERM, from a scheduler or `docker stop`, ends a command in the same order as
-Ctrl-C does, and a training SIGHUP, too, where its terminal closes.
+"""Output of the commands: the answer to stdout, talk to stderr. Colours and live tables are for
+terminals alone. SIGTERM, from a scheduler or `docker stop`, ends a command as Ctrl-C does, and so
+does SIGHUP, of a closing terminal, end a training.
 """
 
 import os
@@ -35,14 +35,14 @@ _DIGITS_OF_A_WIDTH = 6
 
 
 def open_streams() -> None:
-    """Make stdout and stderr fit for any text; UsageError when stdout is closed. What is closed is
-    opened to nowhere: the next file to be opened, a study, would be taken for it.
+    """Make stdout and stderr fit for any text; UsageError when stdout is closed. Closed descriptors
+    are opened to nowhere: else the next file to be opened, a study, would get their numbers.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     is_closed = sys.stdout is None
-    # open until the end
+    # both stay open until the process ends
     sys.stdout = sys.stdout or open(_STDOUT, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(_STDERR, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -55,13 +55,13 @@ def open_streams() -> None:
 
 
 def finish_answer() -> None:
-    """See to it that the answer has left; raises what ``answer`` raises."""
+    """Flush the answer; raises what ``answer`` raises."""
     with _answering():
         sys.stdout.flush()
 
 
 def write_no_more(stream: TextIO) -> None:
-    """Let what else is written to a stream go nowhere, what it still holds included."""
+    """Let a stream lead nowhere from now on, with what its buffer still holds."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -122,8 +122,8 @@ def talk(text: str = "") -> None:
 
 
 def seldom() -> Callable[[str], None]:
-    """Talk of what is waited for: at once, and then of what is new every five seconds."""
-    said_s: dict[str, float] = {}  # by what was said
+    """Return a function that says progress: the first text at once, new ones every 5 s at most."""
+    said_s: dict[str, float] = {}  # when each text was said
 
     def say(text: str) -> None:
         if text not in said_s and time.monotonic() > max(said_s.values(), default=0.0) + 5:
@@ -152,7 +152,7 @@ def error(problem: HighwaterError) -> None:
 
 
 def bug(problem: Exception) -> None:
-    """Print that the program itself has failed and where, for a report, without secrets."""
+    """Print that the program itself has failed, and where, without secrets, for a report."""
     talk(
         f"error: highwater itself failed, which is a bug of ours: {type(problem).__name__}: "
         f"{kept(str(problem))}"
@@ -165,7 +165,7 @@ def bug(problem: Exception) -> None:
 
 
 def _say(text: str) -> None:
-    """Write to stderr, or nowhere once nobody listens any more: a search goes on without."""
+    """Write a line to stderr, or nowhere once it is closed: a search goes on without."""
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
@@ -200,12 +200,12 @@ def _answering() -> Generator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come, or another signal that is heeded."""
+    """Raised when SIGTERM has come, or another signal that ``heeding`` was told."""
 
 
 @contextmanager
 def heeding(number: signal.Signals) -> Generator[None]:
-    """Raises Terminated in the block on this signal, unless our starter decided otherwise."""
+    """Raise Terminated in the block on this signal, unless our starter changed its handling."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(number) is not signal.SIG_DFL:
         yield

@@ -40,7 +40,7 @@ _TRIALS = "trials (`find`, `try`)"
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """Something to know, and what to do about it."""
+    """A problem of this machine, and what to do about it."""
 
     problem: str
     hint: str
@@ -54,7 +54,7 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     machine: Machine
     findings: tuple[Finding, ...]
     features: tuple[Feature, ...] = ()
-    """Things that can be done, by the packages that are installed, and what the rest needs."""
+    """Commands and options, whether their packages are installed, and what to install if not."""
     constants: tuple[Constants, ...] = ()
     """Constants that ``--measure`` read, by number of GPUs; empty without it."""
 
@@ -65,12 +65,12 @@ class Diagnosis(Record, frozen=True, kw_only=True):
 
     @property
     def is_sound(self) -> bool:
-        """True if all that trials need is installed, or none of it, as where one only predicts."""
+        """True if a trial can run, or one only predicts: torch and transformers are missing."""
         return self.can_run or not {"torch", "transformers"} & self.machine.versions.keys()
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print what works, and the diagnosis; exit code 3 if what is installed lacks something."""
+    """Print what works, and the diagnosis; exit code 3 where it is not ``is_sound``."""
     machine = probe()
     obstacle = None
     if machine.gpus and not package_obstacles(machine):
@@ -89,7 +89,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         *((_constants_table(diagnosis.constants),) if diagnosis.constants else ()),
     )
     for finding in diagnosis.findings:
-        if not finding.stops_every_trial:  # packages: said above
+        if not finding.stops_every_trial:  # packages are named above
             console.answer(f"\n{finding.problem}\n  {finding.hint}")
     if diagnosis.can_run:
         on_gpu = bool(machine.gpus) and obstacle is None
@@ -102,7 +102,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _refusal(refuse: Callable[..., object], *of: object) -> HighwaterError | None:
-    """The error by which something is refused; None where it is not."""
+    """The error that ``refuse(*of)`` raises; None if it raises none."""
     try:
         refuse(*of)
     except HighwaterError as error:
@@ -111,7 +111,7 @@ def _refusal(refuse: Callable[..., object], *of: object) -> HighwaterError | Non
 
 
 def _unfit(gpu: Gpu) -> HighwaterError | None:
-    """The reason why no trial can use a GPU; None where one can."""
+    """The reason why no trial can use a GPU; None if one can."""
     return _refusal(refuse_unfit_gpu, gpu.name, gpu.compute_capability)
 
 
@@ -124,13 +124,13 @@ def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) 
     for gpu in machine.unreadable_gpus:
         problem = f"GPU {gpu.index} cannot be read: {gpu.reason}"
         findings.append(Finding(problem=problem, hint=leave_out_unreadable(machine)))
-    findings += [_of_error(torch_obstacle)] if torch_obstacle is not None else []
+    findings += [_finding(torch_obstacle)] if torch_obstacle is not None else []
     if not machine.gpus and not machine.unreadable_gpus:
         on_the_cpu = ": trials run on the CPU, with small models, under a memory limit"
         hint = "with a GPU in the machine, check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
         problem = f"no GPU is visible{'' if findings else on_the_cpu}"
         findings.append(Finding(problem=problem, hint=hint))
-    findings += [_of_error(unfit) for gpu in machine.gpus if (unfit := _unfit(gpu)) is not None]
+    findings += [_finding(unfit) for gpu in machine.gpus if (unfit := _unfit(gpu)) is not None]
     busy = busy_gpus(machine.gpus)
     if busy:
         free = ",".join(str(gpu.index) for gpu in machine.gpus if gpu not in busy)
@@ -144,7 +144,7 @@ def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) 
     return Diagnosis(machine=machine, findings=tuple(findings))
 
 
-def _of_error(error: HighwaterError) -> Finding:
+def _finding(error: HighwaterError) -> Finding:
     return Finding(problem=error.problem, hint=error.hint)
 
 
@@ -198,7 +198,7 @@ def _host_table(machine: Machine) -> TextTable:
 
 
 def _measured(machine: Machine) -> tuple[Constants, ...]:
-    """Constants as read on one GPU, and on each power of two up to all of them."""
+    """Measure the constants on 1, 2, 4 ... GPUs, up to all. Raises MachineError without any."""
     if not machine.gpus:
         raise MachineError(
             "no GPU is visible: there is nothing to measure", hint="leave `--measure` out"
@@ -213,7 +213,7 @@ def _measured(machine: Machine) -> tuple[Constants, ...]:
 
 
 def _constants_table(constants: tuple[Constants, ...]) -> TextTable:
-    """A row for each thing, by its first use; in brackets what the allocator keeps of it."""
+    """A row for each library, in order of first use; in brackets what the allocator keeps of it."""
     names = list(dict.fromkeys(reading.name for each in constants for reading in each.readings))
     columns = [{reading.name: reading for reading in each.readings} for each in constants]
     rows = [(plain(name), *(_taken(column.get(name)) for column in columns)) for name in names]

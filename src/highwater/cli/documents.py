@@ -63,7 +63,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _after_report(made: StudyReport, output: Path | None) -> str:
-    """Goes on with a search that is not finished; else shows it as a page, or otherwise."""
+    """The next command: finish the search, or write the report as a page, or show the study."""
     study = made.study
     if not study.complete and study.command:
         return f"{shlex.join(resumed(study))}  (answers the rest)"
@@ -75,7 +75,7 @@ def _after_report(made: StudyReport, output: Path | None) -> str:
 
 _MOST_PATHS = 2
 _MOST_RANKS = 8
-"""Ranks that are named besides the one that is shown."""
+"""Most ranks that are named besides the one that is shown."""
 
 
 def profile(arguments: argparse.Namespace) -> int:
@@ -89,13 +89,13 @@ def profile(arguments: argparse.Namespace) -> int:
     output = None if arguments.html is None else Path(arguments.html)
     if output is not None:
         check_new_file(output, flag="--html", name="profile.html")
-    profiles = [  # os.path knows no name too long, and no folder without rights
+    profiles = [  # os.path.isdir raises nothing for a name too long
         _fullest(Path(path)) if os.path.isdir(path) else memory_profile(path)  # noqa: PTH112
         for path in paths
     ]
     paths = [each.path for each in profiles]
     if output is not None:
-        # here, so that no other form waits for the templates
+        # imported here: only the page needs templates
         from highwater.pages.profile import profile_page
 
         write_new_file(output, profile_page(profiles).encode(), flag="--html")
@@ -146,7 +146,7 @@ def _named(others: Sequence[MemoryProfile]) -> str:
 
 _FILES = (".csv", ".jsonl", ".json")
 _GUIDED = ("gpu_memory", "sequences_per_micro_batch", "ulysses", "ring", "copies")
-"""Flags of a guide that are keywords of it, too."""
+"""Flags that ``pages.guide.guide`` takes as keywords of the same names."""
 
 
 def guide(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Flags that commands alone have, declared as settings are; and what was typed, as requests."""
+"""Flags that commands have besides a request's settings; requests made of what was typed."""
 
 import argparse
 import re
@@ -40,11 +40,11 @@ _Texts = tuple[str, ...]
 _WholeNumbers = tuple[int, ...]
 _KIND = "[[Mx]Nx]KIND"
 TRAINING = "training_"
-"""Prefix of a training's flags in a namespace: a trial has some of them too."""
+"""Prefix of a training's flags in a namespace, as a trial has flags of the same names."""
 
 
-def _predicted(name: str) -> TrainerName:
-    """The trainer of this name; raises UsageError for one whose memory nobody predicts."""
+def _trainer(name: str) -> TrainerName:
+    """The trainer of this name; raises UsageError for one whose memory is not predicted."""
     if (known := predicted_trainer(name)) is not None:
         return known
     if name in FOREIGN:
@@ -60,7 +60,7 @@ def _predicted(name: str) -> TrainerName:
 
 _NEWEST = "a study's file; default: the newest one"
 _ELSEWHERE = "predict recommend emit"
-"""Commands about GPUs that need not be here."""
+"""Commands about GPUs that need not be in this machine."""
 _GPUS = (
     "or 2x8xH100-80GB of two machines; default: this machine's; `highwater gpus` lists the kinds"
 )
@@ -74,16 +74,16 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         None, "YAML file of settings; flags override it", "find try train"
     )
     subject: Literal["attention"] = setting(
-        REQUIRED, "what is measured: attention", commands="bench", place="1", metavar="SUBJECT"
+        REQUIRED, "what is measured: attention", commands="bench", nargs="1", metavar="SUBJECT"
     )
     shell: Shell = setting(
-        REQUIRED, ", ".join(get_args(Shell)), commands="completion", place="1", metavar="SHELL"
+        REQUIRED, ", ".join(get_args(Shell)), commands="completion", nargs="1", metavar="SHELL"
     )
     words: _Texts = setting(
         (),
         "list those whose names have it; default: all",
         commands="models gpus",
-        place="*",
+        nargs="*",
         metavar="WORD",
     )
     paths: _Texts = setting(
@@ -92,11 +92,11 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
         "shown; two: side by side",
         commands="profile",
-        place="+",
+        nargs="+",
         metavar="PATH",
     )
     documents: _Texts = setting(
-        REQUIRED, "a file of JSON lines, Parquet or text, or a folder", commands="data", place="+"
+        REQUIRED, "a file of JSON lines, Parquet or text, or a folder", commands="data", nargs="+"
     )
     counted_by: str | None = setting(
         None,
@@ -105,15 +105,15 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         name="model",
     )
     shown: _Texts = setting(
-        (), _NEWEST, commands="show", place="*", metavar="STUDY", rung_field="studies"
+        (), _NEWEST, commands="show", nargs="*", metavar="STUDY", sets="studies"
     )
-    study: str | None = setting(None, _NEWEST, commands="report", place="?", metavar="STUDY")
+    study: str | None = setting(None, _NEWEST, commands="report", nargs="?", metavar="STUDY")
     sources: _Texts = setting(
         (),
         "a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, max_model_len; "
         "0: nothing fits, empty: unknown), or the .json of `highwater predict --json`",
         commands="guide",
-        place="*",
+        nargs="*",
         metavar="SOURCE",
     )
     as_: Literal["table", "published", "lines", "json"] = setting(
@@ -133,7 +133,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "what to check; nothing that is there is written over",
         "emit",
         name="output",
-        rung_field="output",
+        sets="output",
         short="-o",
     )
     predict: _Texts = setting(
@@ -167,7 +167,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "tokens of one sequence, for example 32k",
         "try",
         name="length",
-        rung_field="length",
+        sets="length",
     )
     cluster: str | None = setting(
         None,
@@ -187,7 +187,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         f"for example 4xA100-80GB 8xH100-80GB, {_GPUS}",
         commands="guide",
         name="gpus",
-        rung_field="cluster",
+        sets="cluster",
         metavar=_KIND,
     )
     gpu_memory: str | None = SIZE(
@@ -197,14 +197,14 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     )
     reserved: str = SIZE("0", "what others take of each GPU, for example 20GiB", _ELSEWHERE)
     predicted_for: TrainerName = setting(
-        OURS, "whose step is predicted", commands="predict guide", name="trainer", read=_predicted
+        OURS, "whose step is predicted", commands="predict guide", name="trainer", read=_trainer
     )
     any_trainer: AnyTrainer = setting(
         OURS,
         "whose step is predicted; of others their studies answer",
         commands="recommend",
         name="trainer",
-        rung_field="predicted_for",
+        sets="predicted_for",
     )
     length: str | None = LENGTH(
         None,
@@ -223,7 +223,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "studies that `highwater find` wrote: what they measured is taken, the rest predicted",
         commands="recommend emit",
         name="study",
-        rung_field="studies",
+        sets="studies",
         metavar="STUDY",
     )
     list_: bool = SWITCH(
@@ -384,19 +384,19 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """The request in the file of ``--config``, if any, and the flags over it. Raises UsageError for
+    """The request in the file of ``--config``, if any, which flags override. Raises UsageError for
     a file that cannot be read, and for settings that cannot be.
     """
     typed, from_file = typed_values(arguments), dict[str, Any]()
     if arguments.config is not None:
-        from highwater.cli.config import settings_in  # without a file nobody waits for YAML
+        from highwater.cli.config import settings_in  # only a file needs YAML
 
         from_file = settings_in(arguments.config, typed.get("model"))
     return layered(from_file, typed)
 
 
 def layered(*layers: Mapping[str, Any]) -> Request:
-    """The request of settings, each layer over those before it."""
+    """The request of several layers of settings, each of which overrides those before it."""
     values: dict[str, Any] = {}
     for named in layers:
         overridden = PACKINGS if any(name in named for name in PACKINGS) else ()
@@ -407,8 +407,9 @@ def layered(*layers: Mapping[str, Any]) -> Request:
 def named_model(
     arguments: argparse.Namespace, others: list[str], *, example: str
 ) -> tuple[str, dict[str, Any]]:
-    """The model that was typed, and the settings; raises UsageError without a model. ``others`` are
-    the values of a flag before the model, which argparse takes for one more of them.
+    """The model and the other typed settings, which are also written into ``arguments``.
+    ``others``: the values of a list flag before the model, which argparse makes the last of them.
+    Raises UsageError without a model.
     """
     if arguments.model is None and len(others) > 1:
         arguments.model = others.pop()
@@ -416,7 +417,7 @@ def named_model(
     vars(arguments).update(settings)
     model = settings.pop("model", None)
     if model is None and "trainer_config" in settings:
-        from highwater.trainers.user_file import model_in  # without a file nobody waits for YAML
+        from highwater.trainers.user_file import model_in  # only a file needs YAML
 
         model = arguments.model = model_in(Path(settings["trainer_config"]))
     if model is None:
@@ -428,19 +429,19 @@ def named_model(
 
 
 def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The memory that GPUs have for training, as keywords of ``predict``."""
+    """The flags for a GPU's memory, as keywords of ``predict``."""
     return {name: getattr(arguments, name) for name in ("gpu_memory", "reserved")}
 
 
 def typed_place(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The GPUs, their memory, and the trainer, as keywords of ``predict`` and ``recommend``."""
+    """The flags for GPUs, memory and trainer, as keywords of ``predict`` and ``recommend``."""
     named = {"gpus": arguments.cluster, "trainer": arguments.predicted_for}
     return {**named, "rollout_gpus": arguments.rollout_gpus, **typed_limits(arguments)}
 
 
 def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]:
-    """The notes of an answer; those on a layout that nobody named, and that none can have, only
-    where everything is asked for.
+    """An answer's notes, without those on skipped layouts unless ``--ulysses``, ``--all`` or
+    ``--explain`` was typed; with ``--ring`` or ``--copies`` only Ulysses above 1 is left out.
     """
     typed = vars(arguments)
     is_whole = any(typed.get(name) for name in ("ulysses", "all_", "explain"))
@@ -449,7 +450,7 @@ def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]
 
 
 def trial_limits(arguments: argparse.Namespace) -> list[str]:
-    """Words that hold a trial to the memory of GPUs and host that was asked about."""
+    """Flags that limit a trial to the memory of GPUs and host that was asked about."""
     limits = {
         "memory": arguments.gpu_memory,
         "host_memory": typed_values(arguments).get("host_memory"),
@@ -458,7 +459,7 @@ def trial_limits(arguments: argparse.Namespace) -> list[str]:
 
 
 def words_without(words: Sequence[str], *flags: str) -> list[str]:
-    """The words that were typed, without a flag, by any of its spellings, and its value."""
+    """The typed words without one flag, by any of its spellings ``flags``, and its value."""
     kept = list(words)
     joined = tuple(f"{flag}=" if flag.startswith("--") else flag for flag in flags)
     for at, word in enumerate(kept):
@@ -477,13 +478,13 @@ _AGAIN = {
     "gpu-memory": "gpu_memory",
     "reserved": "reserved",
 }
-"""Flags that the next command has too, with their names in a namespace."""
+"""Flags that the next command repeats, with their names in a namespace."""
 
 
 def words_again(
     arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str
 ) -> list[str]:
-    """The words that ask a prediction or a recommendation once more, with changes."""
+    """The flags of a prediction or recommendation once more, without ``drop``, with ``changed``."""
     named = {name: getattr(arguments, field, None) for name, field in _AGAIN.items()}
     typed = {name: value for name, value in named.items() if value not in (0, "0", OURS, [])}
     typed |= {name: v for name, v in typed_values(arguments).items() if name != "model"}
@@ -498,7 +499,7 @@ _UNNAMED = {
     "steps": "no number of steps is named",
     "output": "no folder for the run is named",
 }
-"""What is said where a field that a training has to be told is not."""
+"""Problem of each field that a training needs, where it was not typed."""
 
 
 def training_request_of(arguments: argparse.Namespace) -> TrainingRequest:

@@ -1,8 +1,8 @@
-"""The grammar of ``highwater``: its commands, what each is for, and which settings it takes. A flag
-is written from the declaration at its field: of ``Request``, of ``TrainingRequest``, or of what a
-command alone has (flags.py). Its errors are like all others, and its help ends with examples.
+"""The grammar of ``highwater``: its commands, what each is for, and which settings it takes. Flags
+are made from the declarations at the fields of ``Request``, ``TrainingRequest`` and
+``CommandFlags`` (flags.py). Its errors are UsageErrors, and each help ends with examples.
 
-Each example is run by tests/cli/test_help.py, on names that it makes: ``study.jsonl``,
+Each example is run by tests/cli/test_help.py, on files that it makes: ``study.jsonl``,
 ``snapshot.pickle``, ``capacities.csv``.
 """
 
@@ -43,12 +43,11 @@ _WRONG_VALUE = re.compile(
     r"(?P<quote>['\"])(?P<value>.*)(?P=quote)(?: \(choose from .*\))?)",
     re.DOTALL,
 )
-"""A message of argparse's about a flag without a value, or one that is not of the flag's type, or
-not one of its words."""
+"""argparse's message about a flag that has no value, one of the wrong type, or no choice of its."""
 _MISTYPED = 0.8
-"""Similarity (0 to 1) from which a flag is offered for another one: less is another word."""
-PROGRAM = "search_context_length_capacity"
-"""The published script, whose flags are other words: none of others is told there."""
+"""Similarity (0 to 1) from which a known flag is offered for an unknown one."""
+PUBLISHED = "search_context_length_capacity"
+"""Name of the published script, whose flags differ: other programs' are not translated there."""
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 
@@ -63,9 +62,9 @@ class Parser(argparse.ArgumentParser):
         first: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """``examples``: commands for the end of the help, the first one for hints.
-        ``groups``: headings, each with those commands of it that its help lists. ``first``: the
-        flags that its help lists, the others by ``--help-all``; empty: all.
+        """``examples``: commands for the end of the help, the first one for hints. ``groups``:
+        headings of the help, each with the names of its commands. ``first``: flags of the short
+        help, where ``--help-all`` lists the others; empty: one help lists all.
         """
         super().__init__(allow_abbrev=False, add_help=False, **options)
         self.examples = tuple(examples)
@@ -75,9 +74,9 @@ class Parser(argparse.ArgumentParser):
         self._groups = groups
         self._first = first
         self.whole = "--help-all" if first else "--help"
-        """What lists every flag."""
+        """The flag that lists every flag."""
         self.sections: dict[str, Any] = {}
-        """The groups of flags, by the word that ``--help=WORD`` takes."""
+        """Groups of flags, by the word that ``--help=WORD`` takes."""
         with_group: dict[str, Any] = {"nargs": "?", "metavar": "GROUP"} if first else {"nargs": 0}
         of_group = ", or that of a group of flags" if first else " message and exit"
         text = f"show this help{of_group}"
@@ -86,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help-all", nargs=0, help=argparse.SUPPRESS, **kept)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print, in words where a flag has no value, or a wrong one."""
+        """Raise argparse's message as a UsageError, in words where a flag's value is missing."""
         listed = f"`{self.prog} {self.whole}` lists every flag"
         hint = f"for example `{self.example}`; {listed}"
         wrong = _WRONG_VALUE.fullmatch(message)
@@ -131,7 +130,7 @@ class Parser(argparse.ArgumentParser):
         return self._with_examples(self._short_help() if self._first else super().format_help())
 
     def help_of(self, section: str | None) -> str:
-        """The help with every flag, or of one section alone; UsageError for another one."""
+        """The help of every flag, or of one section. Raises UsageError for an unknown section."""
         if section is None:
             return self._with_examples(super().format_help())
         if section not in self.sections:
@@ -145,7 +144,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _short_help(self) -> str:
-        """The flags that most people want, and how to see the others."""
+        """The help of the flags in ``first``, and how to see the others."""
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} [MODEL] [FLAGS]", [], [])
         formatter.add_text(self.description)
@@ -184,7 +183,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def commands(self) -> Mapping[str, "Parser"]:
-        """The grammar of each command, by its name."""
+        """The parser of each command, by its name; empty for a command's own parser."""
         for action in self._actions:
             if isinstance(action.choices, Mapping):  # as those of subparsers are
                 return action.choices
@@ -192,7 +191,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Prints the help, all of it or a section, and ends the program."""
+    """Print the help, all of it or a section, and end the program."""
 
     def __call__(
         self,
@@ -201,7 +200,7 @@ class _Help(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> None:
-        assert isinstance(parser, Parser)  # noqa: S101 (it is nobody else's)
+        assert isinstance(parser, Parser)  # noqa: S101 (only a Parser has it)
         section = values if isinstance(values, str) else None
         is_first = option_string != "--help-all" and section is None
         sys.stdout.write(parser.format_help() if is_first else parser.help_of(section))
@@ -218,9 +217,9 @@ class _Line(argparse.Action):
 def parse_strictly(
     parser: Parser, words: Sequence[str], *, whole: Parser | None = None
 ) -> argparse.Namespace:
-    """The parsed words; UsageError for one unknown to ``parser``, a command of ``whole``."""
+    """Parse the words of ``parser``, a command of ``whole``; UsageError for an unknown one."""
     for word in words:
-        name = word.removesuffix("=--")  # which argparse takes for an empty list
+        name = word.removesuffix("=--")  # argparse takes `--flag=--` for an empty list
         if name != word and name.startswith("-"):
             raise UsageError(f"{name} has no value", hint=f"for example `{parser.example}`")
     parser.typed = words
@@ -244,22 +243,22 @@ def _unknown(word: str, parser: Parser, words: Sequence[str]) -> UsageError:
         return UsageError(f"unexpected argument {word!r}", hint=hint)
     flags = {flag.lstrip("-"): flag for flag in parser.flags()}
     near = get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1, cutoff=_MISTYPED)
-    meant = None if parser.prog == PROGRAM else _meant(word, words, flags.values())
+    meant = None if parser.prog == PUBLISHED else _meant(word, words, flags.values())
     meant = meant or (f"did you mean `{flags[near[0]]}`?" if near else None)
     hint = meant or f"`{parser.prog} {parser.whole}` lists every flag"
     return UsageError(f"unknown flag {word}", hint=hint)
 
 
 def foreign_words() -> dict[str, str]:
-    """What TRL, Hugging Face's Trainer, verl, Axolotl and Unsloth call a setting, and our flag for
-    it, ``{}`` for the value that was typed; or a sentence that says who does it. Where ``|`` stands
-    between several, the first that the command has is meant.
+    """Names of settings in TRL, Hugging Face's Trainer, verl, Axolotl and Unsloth, each with our
+    flag, where ``{}`` stands for the typed value; or with a sentence that says what does it here.
+    Of several flags, with ``|`` between them, the first that the command has is meant.
     """
     return packaged("cli/foreign_words.json", dict[str, str])
 
 
 def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | None:
-    """What is typed here for a word of others, or who has our flag; None: an unknown word."""
+    """A hint for an unknown flag: what is typed here for it, or which command has it; or None."""
     name, _, value = word.lstrip("-").partition("=")
     following = [*words[words.index(word) + 1 :], "-"][0] if word in words else "-"
     value = value or ("" if following.startswith("-") else following)
@@ -282,15 +281,15 @@ def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | Non
 
 
 class CommandHelp(Record, frozen=True, kw_only=True):
-    """One command, as the help has it."""
+    """One command, as the help shows it."""
 
     group: str
-    """A heading of ``highwater --help``: what people do with it."""
+    """The heading of ``highwater --help`` that it stands below."""
     help: str
     examples: tuple[str, ...]
-    """Commands for the end of the help; the first is a hint, too."""
+    """Commands for the end of the help; hints show the first, too."""
     first: tuple[str, ...] = ()
-    """The flags of its short help: what most people want; empty: it has one help with all."""
+    """Flags of its short help; empty: one help lists all its flags."""
 
 
 COMMANDS = packaged("cli/commands.json", dict[str, CommandHelp])
@@ -350,7 +349,7 @@ def _spelled(words: Sequence[str]) -> list[str]:
 
 
 def _with_command(words: Sequence[str]) -> str:
-    """The hint for words without a command: the very words with the one that was meant."""
+    """The hint for words that begin with no command: the same words, with the command meant."""
     is_model = catalog_model(words[0]) is not None or is_hub_id(words[0])
     near = None if is_model else nearest(words[0], tuple(COMMANDS))
     if near is None and not is_model and not any(word.startswith("-") for word in words[1:2]):
@@ -361,7 +360,7 @@ def _with_command(words: Sequence[str]) -> str:
 
 
 def commands() -> Mapping[str, Parser]:
-    """The grammar of each command, by its name."""
+    """The parser of each command, by its name."""
     return grammar().commands
 
 
@@ -375,7 +374,7 @@ def groups() -> dict[str, list[str]]:
 
 @cache
 def grammar() -> Parser:
-    """The grammar of ``highwater`` itself."""
+    """The parser of ``highwater`` itself."""
     parser = Parser(
         prog="highwater",
         examples=tuple(COMMANDS[name].examples[0] for name in ("predict", "recommend", "find")),
@@ -405,11 +404,11 @@ _BORROWED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "bench": (PATTERN_FIELDS, ""),
     "guide": (TRAINED_OTHERWISE, "what is predicted is trained so: "),
 }
-"""Settings of a request that a command has which makes none, and what their help begins with."""
+"""Settings of a request on commands that make no request, and what their help begins with."""
 
 
 def _own_flags(command: str) -> Iterator[Setting]:
-    """The flags of a command that no request reads."""
+    """A command's arguments outside its topics: the model, its own flags, borrowed settings."""
     yield from (DECLARED["model"],) if command in DECLARED["model"].commands else ()
     yield from (row for row in CommandFlags.declared if command in row.commands)
     names, what_for = _BORROWED.get(command, ((), ""))
@@ -419,9 +418,9 @@ def _own_flags(command: str) -> Iterator[Setting]:
 
 
 def _sections(command: str) -> Iterator[tuple[str, str, list[Setting]]]:
-    """What ``--help=`` calls each section of a command's help, its heading, and its settings."""
+    """Each section of a command's help: its name in ``--help=``, its heading, and its settings."""
     if command == "train":
-        rows = [replace(row, rung_field=TRAINING + row.name) for row in TrainingRequest.declared]
+        rows = [replace(row, sets=TRAINING + row.name) for row in TrainingRequest.declared]
         for heading in dict.fromkeys(row.topic for row in rows):
             yield heading.split()[-1], heading, [row for row in rows if row.topic == heading]
     for heading, topics in _TOPICS.get(command, {}).items():
@@ -434,21 +433,21 @@ def _add_flags(
     command: str,
     rows: Iterable[Setting],
 ) -> None:
-    """Give a command's parser, or a heading of its help, the flags of these settings."""
+    """Add the flags of these settings to a command's parser, or to a group of its help."""
     for row in rows:
-        is_of_a_request = row is DECLARED.get(row.name) and not row.place
+        is_of_a_request = row is DECLARED.get(row.name) and not row.nargs
         options = _read_by_a_request(row) if is_of_a_request else _read_here(row)
         options["help"] = _help(row, command)
         if row.kind is SWITCH:
             options["action"] = "store_true"
         elif "choices" not in options:
             options["metavar"] = _metavar(row)
-        names = (row.rung_field,) if row.place else (*filter(None, (row.short,)), row.flag)
+        names = (row.sets,) if row.nargs else (*filter(None, (row.short,)), row.flag)
         parser.add_argument(*names, **options)
 
 
 def _read_by_a_request(row: Setting) -> dict[str, Any]:
-    """A flag that is not typed leaves no trace in the namespace: a file may say it."""
+    """Argparse options of a request's setting: absent if not typed, as a file may name it."""
     options: dict[str, Any] = {"dest": row.name, "default": argparse.SUPPRESS}
     if row.is_list:
         options["nargs"] = "+"
@@ -458,18 +457,20 @@ def _read_by_a_request(row: Setting) -> dict[str, Any]:
 
 
 def _read_here(row: Setting) -> dict[str, Any]:
-    """Options by the type of the field. A training's request says itself what is lacking."""
+    """Options of an argument that no request reads, by its field's type. A training's have no
+    default: ``training_request_of`` says what is missing.
+    """
     if row.kind is SWITCH:
-        return {"dest": row.rung_field}
+        return {"dest": row.sets}
     is_required = row.default is REQUIRED
-    is_left = row.rung_field.startswith(TRAINING)
+    is_left = row.sets.startswith(TRAINING)
     options: dict[str, Any] = {"default": None if is_required or is_left else row.default}
     if get_origin(row.type) is tuple:
-        options |= {"default": [], "nargs": "+", "action": "store" if row.place else "extend"}
-    if not row.place:
-        options |= {"dest": row.rung_field, "required": is_required and not is_left}
-    elif row.place != "1":
-        options["nargs"] = row.place
+        options |= {"default": [], "nargs": "+", "action": "store" if row.nargs else "extend"}
+    if not row.nargs:
+        options |= {"dest": row.sets, "required": is_required and not is_left}
+    elif row.nargs != "1":
+        options["nargs"] = row.nargs
     types = (row.type, *get_args(row.type))
     if row.read is not None or (int in types and str not in types):
         options["type"] = row.read or int
@@ -485,7 +486,7 @@ def _metavar(row: Setting) -> str | None:
 
 
 def _help(row: Setting, command: str) -> str:
-    """Describe the setting, with its default unless that is nothing, or said already."""
+    """The setting's help, with its default unless that is nothing, or in the text already."""
     default, said, named = row.default, row.helps.get(command, row.help), row.defaults.get(command)
     if named is None and (default in (None, False, 0, "0", (), REQUIRED) or "default" in said):
         shown = ""

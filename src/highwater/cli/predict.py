@@ -1,5 +1,5 @@
-"""``highwater predict``: the longest context of every rung on GPUs that need not be here, or how a
-prediction scores.
+"""``highwater predict``: the longest context of every rung on GPUs that need not be here, or the
+accuracy of predictions; and ``data``: lengths of a user's documents.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from highwater.api.gpu_choice import cheapest_gpus
-from highwater.api.prediction import predict as predicted
+from highwater.api.prediction import predict as api_predict
 from highwater.api.prediction import predict_against
 from highwater.cli import console
 from highwater.cli.flags import (
@@ -28,7 +28,7 @@ from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.cluster import kinds_named
 from highwater.nouns.declaration import flag_of, words_of
-from highwater.nouns.hardware import LISTED, default_host, gpu_catalog, runs_trials
+from highwater.nouns.hardware import LIST_PRICE_NOTE, default_host, gpu_catalog, runs_trials
 from highwater.nouns.request import DECLARED, request_from, setting_flags, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
@@ -59,30 +59,32 @@ _NOT_RECOMMENDED = tuple(row.flag for row in taken_by("predict", but_not="recomm
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Print the prediction, or the score against a table."""
+    """Print a prediction; or with ``--against`` a score, with ``--data`` (``read_data``) what the
+    data needs, of several ``--gpus`` (``cluster``) the cheapest. ``--trainer``: ``predicted_for``.
+    """
     if arguments.against is not None:
-        return _against(arguments)
+        return _score_table(arguments)
     if arguments.read_data:
-        return _of_data(arguments)
-    kinds = kinds_named(arguments.cluster) or _rented(arguments)
+        return _predict_data(arguments)
+    kinds = kinds_named(arguments.cluster) or _rentable_kinds(arguments)
     if len(kinds) > 1:
-        return _of_kinds(arguments, kinds)
+        return _compare_kinds(arguments, kinds)
     is_priced = arguments.price is not None or arguments.tokens is not None
     if is_priced and arguments.length is None:
         problem = "a price of training, and neither a length nor data"
         raise UsageError(problem, hint="add `--length 32k` or `--data data.jsonl`")
-    prediction = _predicted(arguments)
+    prediction = _prediction_asked(arguments)
     limit, cost = prediction.memory_limit, prediction.cost
     is_bound = any(cell.binding == "host" for cell in prediction.cells)
-    is_bound &= prediction.answer is None  # an answer says what host memory is taken for
+    is_bound &= prediction.answer is None  # an answer names its host memory
     host = assumed_host(limit.host_bytes, limit.usual_host) if is_bound else ()
     is_listed = cost is not None and cost.dollars is not None and arguments.price is None
-    notes = (*told_notes(arguments, prediction.notes), *host, *([LISTED] * is_listed))
+    notes = (*told_notes(arguments, prediction.notes), *host, *([LIST_PRICE_NOTE] * is_listed))
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
     console.answer_page(
-        in_lines(prediction_answer(prediction, **_instead(arguments, prediction))),
+        in_lines(prediction_answer(prediction, **_other_ways(arguments, prediction))),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *(rollout_tables(prediction) if arguments.length or arguments.explain else ()),
         *((term_table(prediction.explained),) if arguments.explain else ()),
@@ -103,8 +105,8 @@ def data(arguments: argparse.Namespace) -> int:
     return _say_data(arguments, found, words)
 
 
-def _of_data(arguments: argparse.Namespace) -> int:
-    """Print the same with how each length is trained on GPUs, and what a pass takes there."""
+def _predict_data(arguments: argparse.Namespace) -> int:
+    """Print the lengths of documents, with the settings that train each, and the time of a pass."""
     from highwater.api.data_lengths import data_lengths
 
     if arguments.exact:
@@ -135,9 +137,9 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
     return EXIT_ANSWERED
 
 
-def _instead(arguments: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
-    """If nothing fits: the prediction of any length, other ways, and a user's file with changes.
-    If a length only may fit on one GPU: other ways alone, which say how many GPUs are safe.
+def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
+    """If nothing fits: the prediction without a length, other ways, a user's file with changes. If
+    a length may fit on one GPU: other ways alone, which say how many GPUs are safe.
     """
     answer, asked = prediction.answer, prediction.length_tokens
     is_told = answer is not None and (answer.capacity_tokens or not asked or prediction.gpus > 1)
@@ -148,7 +150,7 @@ def _instead(arguments: argparse.Namespace, prediction: Prediction) -> dict[str,
     if answer is None and asked is not None:
         if "trainer_config" in settings:
             shared["max_length"] = "1m"  # the file may say the length
-        longest = predicted(model, constants=arguments.constants, **shared, **settings)
+        longest = api_predict(model, constants=arguments.constants, **shared, **settings)
     length_tokens = asked or prediction.cells[0].does_not_fit_tokens
     if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
         return {"longest": longest}
@@ -161,15 +163,15 @@ def _instead(arguments: argparse.Namespace, prediction: Prediction) -> dict[str,
     return {"longest": longest, "alternatives": found.alternatives, "changed": found}
 
 
-def _rented(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Kinds of GPUs that one can rent, for a length where none is named and none is here."""
+def _rentable_kinds(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Kinds of GPUs with a list price, where a length is named but no GPU, and none is here."""
     if arguments.length is None or {arguments.cluster, arguments.gpu_memory} != {None}:
         return ()
-    every = () if probe().gpus else gpu_catalog()  # without a usual host any host would do
+    every = () if probe().gpus else gpu_catalog()  # no usual host: its memory would be unlimited
     return tuple(e.name for e in every if e.hour_dollars and default_host(e.name, 1))
 
 
-def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
+def _compare_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     """Print which of several kinds of GPUs train a length for the least money."""
     if arguments.length is None:
         problem = f"GPUs of {len(kinds)} kinds are compared at one length"
@@ -189,7 +191,7 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
         return console.answer_json(choice, code, noted=notes)
     console.answer_page(in_lines(choice_answer(choice)), choice_table(choice), noted=notes)
     own: tuple[str, ...] = ()
-    if best.trained is not None:  # the fastest, which a prediction tells after the simplest
+    if best.trained is not None:  # the fastest; a prediction names the simplest first
         cell, refused = best.trained.cell, TRAINERS[choice.trainer].refused(DECLARED)
         degrees = {n: each for n, each in cell.layout.degree_settings.items() if n not in refused}
         own = (*words_of(degrees), *setting_flags(cell.settings, but_not=refused))
@@ -199,11 +201,11 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     return code
 
 
-def _predicted(arguments: argparse.Namespace) -> Prediction:
+def _prediction_asked(arguments: argparse.Namespace) -> Prediction:
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
-    request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
+    request_from({"model": model, **settings})  # only checks: its errors name flags
     alike = ("length", "tokens", "price", "exact", "timeline", "constants")
-    return predicted(
+    return api_predict(
         model,
         **{name: getattr(arguments, name) for name in alike},
         calibrate_with=arguments.calibrate,
@@ -217,7 +219,7 @@ def _predicted(arguments: argparse.Namespace) -> Prediction:
     )
 
 
-def _against(arguments: argparse.Namespace) -> int:
+def _score_table(arguments: argparse.Namespace) -> int:
     _refuse_beside_a_table(arguments)
     limits = {**typed_limits(arguments), "host_memory": typed_values(arguments).get("host_memory")}
     trainer = arguments.predicted_for
@@ -231,7 +233,7 @@ def _against(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
-    """Raise UsageError for what has no part in a comparison, or stands in its rows."""
+    """Raise UsageError for flags that a comparison does not take, or that its rows name."""
     own = ("exact", "timeline", "constants", "calibrate", "explain", "length")
     typed = {name: getattr(arguments, name) for name in own}
     typed |= {"gpus": arguments.cluster, **typed_values(arguments), "host_memory": None}
@@ -255,7 +257,7 @@ def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
 
 
 def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:
-    """The next command: what explains the prediction, and then what measures it, as typed."""
+    """The next command: the same with ``--explain``, then a trial or search that measures it."""
     if not arguments.explain and prediction.answer is not None:
         # a timeline is written by now
         return shlex.join((*words_without(arguments.command_line, "--timeline"), "--explain"))
@@ -265,7 +267,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return shlex.join(("highwater", "predict", model, *words))
     foreign = foreign_name(prediction.trainer)
     has_trial = is_tried(prediction.explained.cell, prediction.device_name, foreign)
-    has_trial &= prediction.memory_limit.rollout is None  # no trial has one
+    has_trial &= prediction.memory_limit.rollout is None  # no trial runs a rollout
     explained, length = prediction.explained, prediction.length_tokens
     if not explained.capacity_tokens or not has_trial:  # other ways, at this length or the nearest
         length = length or explained.capacity_tokens or explained.does_not_fit_tokens
@@ -275,12 +277,12 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         flags = trial_flags(prediction.explained.cell, prediction.length_tokens, foreign)
         return shlex.join(("highwater", "try", model, *flags, *trial_limits(arguments)))
     refused = {"model", *(FOREIGN[foreign].refused(DECLARED) if foreign else ())}
-    typed = typed_values(arguments).items()  # of which a search without a word is `auto`, too
+    typed = typed_values(arguments).items()  # `auto` is a search's default, too
     typed = {n: value for n, value in typed if n not in refused and value != "auto"}
     typed |= {"trainer": foreign} if foreign else {}
     typed |= {} if arguments.gpu_memory is None else {"memory": arguments.gpu_memory}
     of_the_mark: dict[str, object] = {}
-    if foreign:  # our own search tries the mark itself
+    if foreign:  # our own search tries these settings anyway
         of_the_mark |= prediction.explained.cell.layout.degree_settings
         on_host = {"offload": settings.offload, "activations": settings.activations}
         on_host = {name: value for name, value in on_host.items() if value not in (False, "gpu")}
@@ -291,12 +293,12 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
 
 
 def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:
-    """True if a trial can be made of a cell, on such GPUs and with this trainer, which can be told
-    all its settings and whose command nobody has to type.
+    """True if a trial of a cell can run on such GPUs: on one machine, and with a foreign trainer
+    only if that can be told all its settings and the user types no command.
     """
     is_written = True
     if foreign is not None:
-        from highwater.trainers.targets import named  # not for this engine, which starts without
+        from highwater.trainers.targets import named  # only a foreign trainer needs it
 
         traits = FOREIGN[foreign]
         is_written = traits.objectives is None or cell.settings.objective in traits.objectives

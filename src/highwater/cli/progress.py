@@ -31,9 +31,9 @@ from highwater.search.proof import trial_s
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 _RECENT = 4
-"""Trials that the time left is averaged over: later ones are more like those to come."""
+"""Number of last trials that the time left is averaged over: they are more like those to come."""
 _TOLD_WITHIN = 2
-"""Of a trial so many times the longest recent fit, nobody knows how long it takes."""
+"""Longest length whose trial's time is estimated, in multiples of the longest recent fit."""
 
 _SHOWN_AFTER_S = 2.0
 """Seconds after which a trial that runs gets a line of its own on a terminal."""
@@ -45,7 +45,7 @@ _REASON_WIDTH = 100
 
 @contextmanager
 def shown(planned: Plan) -> Generator[Callable[[SearchEvent], None]]:
-    """Show a search: live on a terminal, else a line an event; yields who hears the events."""
+    """Show a search, live on a terminal, else by lines. Yields the function that hears events."""
     state = Progress(planned.question, planned.timeout_s)
     if not sys.stderr.isatty():
 
@@ -80,12 +80,12 @@ class _Running:
     started_at: float
     said_at: float
     expected_s: float | None
-    """Seconds that it is predicted to take."""
+    """Predicted seconds of the trial; None: unknown."""
     phase: str = "starting"
 
 
 class Progress:
-    """Hears the events of a search; knows where each cell stands."""
+    """The state of each cell of a search, updated with each event by ``hear``."""
 
     def __init__(
         self,
@@ -101,17 +101,17 @@ class Progress:
         self._states: dict[Cell, str] = dict.fromkeys(question.cells, "waiting")
         self._fits: dict[Cell, int] = {}
         self._timed: list[tuple[int, float]] = []
-        """Length and seconds of each trial that fit; one that ran out tells nothing of those."""
+        """Length and seconds of each trial that fit: others do not tell how long a fit takes."""
         self._length_tokens = 0
-        """Length of the trial that started last, or ended last."""
+        """Length of the trial that last started, or ended."""
         self._running: dict[Cell, _Running] = {}
-        """The trial of each cell that has one now."""
+        """The running trial of each cell that has one."""
         self._trials_left = 0
-        """Trials to come after those that run."""
+        """Trials expected after the running ones."""
         self._unanswered = set(question.cells)
         cells = outlook(question, timeout_s)
         self._cells_s = {each.cell: each.expected_s for each in cells}
-        """Seconds that each cell is expected to take; None: nobody knows."""
+        """Seconds that each unanswered cell is expected to take; None: unknown."""
         self._cell_began_at: dict[Cell, float] = {}
         self._has_named_log = False
 
@@ -157,12 +157,11 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left, the running trials included; None while nobody knows.
+        """Estimated seconds left, the running trials included; None while unknown.
 
-        By prediction where the GPU's rates are known. Else from what the last trials that fit took,
-        each scaled up to the present length: a trial's time is at least linear in it. Of lengths
-        that are much longer than those this says nothing. Trials that run side by side now are
-        taken to do so to the end.
+        By prediction where the GPU's rates are known. Else the mean of the last trials that fit,
+        each scaled up to the present length, as time is at least linear in it; None for a length
+        much longer than theirs. Trials that run side by side now are taken to do so to the end.
         """
         at_once = max(1, len(self._running))
         if self._cells_s and None not in self._cells_s.values():
@@ -187,7 +186,7 @@ class Progress:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2`` for trials that ran for a while."""
+        """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2`` of each trial that ran for 2 s."""
         device, is_one = self._question.device, len(self._running) == 1
         return tuple(
             f"{'' if is_one else f'{cell.label_on(device)}: '}{self._running_line(each)}"
@@ -203,7 +202,7 @@ class Progress:
         return f"{format_tokens(trial.length_tokens)} tokens: {took}{of}, {trial.phase}"
 
     def sparse_line(self, event: SearchEvent) -> str:
-        """A line for a log or a pipe; empty about a trial that runs, but for once a minute."""
+        """A line for a log or a pipe; for a running trial empty, except once a minute."""
         if isinstance(event, TrialRuns):
             trial = self._running.get(event.cell)
             if trial is None or self._clock() - trial.said_at < _SPARSE_S:
@@ -256,7 +255,7 @@ class Progress:
         return f"; the whole message is in {plain(result.log_path)}, others beside it"
 
     def _answered(self, answer: CellAnswer, before: str = "", unit: str = "") -> str:
-        """The capacity, and what a memory-only proof adds; ``≥`` where nothing stopped it."""
+        """The capacity, and a memory-only proof's length; ``≥`` where nothing longer failed."""
         if not answer.reach_tokens:
             return "no answer" if answer.reach_tokens is None else "nothing fits"
         trained, memory_only = proven_lengths(self._question, answer)
@@ -300,7 +299,7 @@ def _ended(spec: TrialSpec, result: TrialResult) -> str:
 
 
 def _why(spec: TrialSpec, result: TrialResult) -> str:
-    """Why a trial did not fit, in a line: of memory what had no room, and where the step was."""
+    """Why a trial did not fit, in a line: the request without room, and where, or the reason."""
     if result.outcome.is_memory:
         told = request_line(result, spec.settings, spec.layout)
         if told is not None:
@@ -314,15 +313,15 @@ def _why(spec: TrialSpec, result: TrialResult) -> str:
 _LINE_S = 10.0
 """Seconds between two lines where there is no terminal."""
 _BAR_COLUMNS = 19
-"""Columns of a bar that is still one, of the time that is left and of what is between them: beside
-what stands before it, and two numbers of steps."""
+"""Columns for the bar, the time left and the blanks between; the description and two numbers of
+steps need more."""
 
 
 @contextmanager
 def training_progress(
     spec: TrainingSpec, *, done_steps: int
 ) -> Generator[Callable[[TrainingProgress], None]]:
-    """Show a training while it runs; yields who hears where it is."""
+    """Show a training while it runs. Yields the function that takes its progress."""
     if not sys.stderr.isatty():
         yield _Lines(done_steps).hear
         return
@@ -348,12 +347,12 @@ def training_progress(
     try:
         yield hear
     finally:
-        with suppress(OSError):  # of a terminal that has closed
+        with suppress(OSError):  # the terminal may have closed
             bar.stop()
 
 
 class _Lines:
-    """A line for each new phase and for each evaluation, and now and then one of a training."""
+    """Print a line for each new phase and evaluation, and every 10 s one for a training's steps."""
 
     def __init__(self, done_steps: int) -> None:
         self._done_steps = done_steps

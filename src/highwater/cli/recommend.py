@@ -1,6 +1,6 @@
 """``highwater recommend`` and ``emit``: the simplest settings that train a length on some GPUs, and
-what the next would buy; the same as another trainer's configuration, on stdout, or with ``-o`` as a
-folder to take away.
+what others would bring; and these settings as another trainer's configuration, on stdout, or with
+``-o`` in a folder.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from highwater.pages.recommendation_tables import (
 )
 from highwater.recommendation.candidates import trainer_question, trainers_gpus
 from highwater.recommendation.recommend import drafted
-from highwater.recommendation.recommend import recommend as recommended
+from highwater.recommendation.recommend import recommend as api_recommend
 from highwater.trainers.emitted import Emitted, answered_first, bytes_with_logits, unpredicted
 from highwater.trainers.targets import (
     CHECK,
@@ -64,11 +64,11 @@ from highwater.units import counted, format_tokens, parse_tokens
 EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
 
 _OTHER_TRAININGS = {"--optimizer", "--lora"}
-"""Flags after which something else is learned."""
+"""Flags that change what is learned."""
 
 
 def recommend(arguments: argparse.Namespace) -> int:
-    """Print what to take; with ``--list`` all settings that fit."""
+    """Print the recommended settings; with ``--list`` all settings that fit."""
     found = found_for(arguments)
     is_bound = any(each.lacks_of == "host" for each in found.candidates)
     host = assumed_host(found.host_memory_bytes, found.usual_host) if is_bound else ()
@@ -93,12 +93,12 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
     if arguments.length is None and "trainer_config" not in settings:
         whole = shlex.join((*arguments.command_line, "--length", "32k"))
         raise UsageError("no length is named", hint=f"use `{whole}`")
-    request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
+    request_from({"model": model, **settings})  # only checks: its errors name flags
     typed = vars(arguments)
     aims: list[Aim] = [aim for aim in ("fastest", "lightest") if typed.get(aim)]
     if len(aims) > 1:
         raise UsageError("the fastest and the lightest are two", hint="leave `--lightest` out")
-    return recommended(
+    return api_recommend(
         model,
         length=arguments.length,
         studies=arguments.studies,
@@ -118,7 +118,7 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
         return _next_without_any(arguments, found, model)
     foreign = foreign_name(found.trainer)
     is_own = "trainer_config" not in vars(arguments)  # the user's file is not written again
-    is_alone = is_own and found.rollout is None  # no trial has one
+    is_alone = is_own and found.rollout is None  # no trial runs a rollout
     has_trial = is_alone and is_tried(found.chosen.cell, found.device_name, foreign)
     is_emitted = is_own and trainer.targets and not found.chosen.cell.layout.is_several_machines
     is_emitted = is_emitted and (is_alone or "rollout" in TARGETS[trainer.targets[0]].knows)
@@ -134,9 +134,8 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
 
 
 def _next_without_any(arguments: argparse.Namespace, found: Recommendation, model: str) -> str:
-    """The next command where nothing fits: a recommendation by the first alternative that can be
-    typed, one that wants no other GPU and no other optimizer before any; else the prediction of
-    every rung.
+    """The next command where nothing fits: ``recommend`` with an alternative that can be typed,
+    first one with the same GPUs and the same training; without any the prediction of every rung.
     """
     typed = [each for each in found.alternatives if each.flags or each.without]
     here = (each for each in typed if each.kind == "technique")
@@ -154,17 +153,17 @@ def _next_without_any(arguments: argparse.Namespace, found: Recommendation, mode
 
 
 _ROOMIER = "5GiB"
-"""Memory of a GPU that is to be free where memory ran out in another trainer."""
+"""Memory of a GPU to keep free in the second attempt, after another trainer ran out of it."""
 
 
 def emit(arguments: argparse.Namespace) -> int:
-    """Print the configuration, or write its folder and print the files' paths. Where nothing fits
-    there is none, and the document is what `recommend --json` prints.
+    """Print the configuration, or write its folder and print the files' paths. If nothing fits
+    there is none, and ``--json`` prints the recommendation.
     """
     row = TARGETS[arguments.for_]
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     _refuse_other_class(arguments, model)
-    arguments.predicted_for = _predicting(arguments, model, settings)
+    arguments.predicted_for = _predicting_trainer(arguments, model, settings)
     is_predicted = is_step_of(arguments.predicted_for, arguments.for_)
     typed = vars(arguments)
     objective = typed.get("objective") or "sft"
@@ -188,7 +187,7 @@ def emit(arguments: argparse.Namespace) -> int:
         arguments.for_, found, model=arguments.model, is_filled_in=arguments.output is not None
     )
     if made is None:
-        return _nothing(arguments, found, shlex.join(again))
+        return _say_nothing(arguments, found, shlex.join(again))
     chosen, emitted = made
     title = trainer_title(arguments.for_)
     answer = unpredicted(found, chosen, name=title, logits_bytes=emitted.logits_bytes)
@@ -209,7 +208,7 @@ def emit(arguments: argparse.Namespace) -> int:
         console.answer(answer)
         console.next_command(shlex.join(again))
         return EXIT_ANSWERED_NO
-    paths = () if arguments.output is None else _written(arguments, found, chosen, emitted, answer)
+    paths = () if arguments.output is None else _write(arguments, found, chosen, emitted, answer)
     if arguments.json:
         return console.answer_json(emitted)
     if paths:
@@ -223,7 +222,7 @@ def emit(arguments: argparse.Namespace) -> int:
 
 
 def _shorter(arguments: argparse.Namespace, found: Recommendation, made: Configured) -> int | None:
-    """A shorter length, of whole 1,024 tokens, whose whole logits fit; None where none does."""
+    """A shorter length, a multiple of 1,024 tokens, whose whole logits fit; None if none does."""
     tokens, room_bytes = found.length_tokens, found.device_bytes - found.reserved_bytes
     while made.emitted.fits is False:
         needed_bytes = bytes_with_logits(found, made.candidate, made.emitted.logits_bytes or 0)
@@ -239,10 +238,10 @@ def _shorter(arguments: argparse.Namespace, found: Recommendation, made: Configu
 
 
 def _refuse_other_class(arguments: argparse.Namespace, model: str) -> None:
-    """Raise UsageError for a model that our trainer alone trains, with the command that does."""
+    """Raise UsageError for a model that only our trainer trains, with the command that does."""
     try:
         refuse_other_class(load_model(model), arguments.for_)
-    except ModelError:  # one of a study may not be here
+    except ModelError:  # a study's model may not be on this machine
         return
     except UsageError as error:
         arguments.predicted_for = OURS
@@ -257,15 +256,15 @@ def _refuse_other_class(arguments: argparse.Namespace, model: str) -> None:
         raise UsageError(error.problem, hint=f"our own trainer trains it: `{words}`") from error
 
 
-def _predicting(
+def _predicting_trainer(
     arguments: argparse.Namespace, model: str, settings: dict[str, object]
 ) -> TrainerName:
-    """The trainer whose prediction answers: the configuration's own. Where the law by which that
-    trains says nothing of what is asked, it is this engine, to compare with.
+    """The trainer whose prediction answers: the configuration's own; or this engine, to compare
+    with, where the own trainer's memory law does not cover what is asked.
     """
     own = TARGETS[arguments.for_].predicted_for
     may_be_on_host = settings.get("activations") in ("auto", "host")
-    if REGISTRY[own].trains_by is None and not may_be_on_host:  # which few laws foresee
+    if REGISTRY[own].trains_by is None and not may_be_on_host:  # few memory laws cover that
         return own
     with suppress(HighwaterError):
         gpus = gpus_meant(arguments.cluster, arguments.gpu_memory)
@@ -276,7 +275,7 @@ def _predicting(
 
 
 def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str, Any]) -> None:
-    """Raise UsageError for what the trainer has no words for, before anything is predicted."""
+    """Raise UsageError for what the trainer cannot be told, before anything is predicted."""
     draft = None
     with suppress(HighwaterError):
         length = arguments.length or ""
@@ -285,8 +284,8 @@ def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str,
         refuse_drafts(arguments.for_, draft, model=model)
 
 
-def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -> int:
-    """Say that nothing fits, or nothing that the trainer can be told."""
+def _say_nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -> int:
+    """Print that nothing fits, or nothing that the trainer can be told; returns the exit code."""
     title, step_of = trainer_title(arguments.for_), arguments.predicted_for
     which = "nothing fits" if found.chosen is None else f"nothing fits that {title} can be told"
     if not is_step_of(step_of, arguments.for_):
@@ -299,14 +298,14 @@ def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -
     return EXIT_ANSWERED_NO
 
 
-def _written(
+def _write(
     arguments: argparse.Namespace,
     found: Recommendation,
     chosen: Candidate,
     emitted: Emitted,
     answer: str,
 ) -> tuple[Path, ...]:
-    """Write every file into the folder that was named; their paths."""
+    """Write every file into the folder that was named; returns their paths."""
     row, folder = TARGETS[arguments.for_], Path(arguments.output)
     title = trainer_title(arguments.for_)
     words = ("highwater", "emit", "--for", arguments.for_, arguments.model)

@@ -24,7 +24,7 @@ from highwater.cli.commands import exit_code, say_interrupted, say_line, with_me
 from highwater.cli.config import as_key, settings_in
 from highwater.cli.console import exit_code_of
 from highwater.cli.flags import layered
-from highwater.cli.grammar import PROGRAM, Parser, parse_strictly
+from highwater.cli.grammar import PUBLISHED, Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
@@ -45,9 +45,9 @@ _SEQUENCES_PER_MICRO_BATCH = 2
 """Trinity's trial: 8 sequences per data-parallel rank, in 4 micro-batches of 2 packed sequences."""
 _START_TOKENS = 4096
 _CPU_STEP_TOKENS = 128
-"""On the CPU, where nobody names a start length, the first length and the step between two."""
+"""First length on the CPU, and the step between lengths, where no start length is named."""
 _CPU_LOGITS_PER_CORE = 24_000_000
-"""Logits of the longest sequence there, for each core: what takes most of a trial's time. Three
+"""Logits of the longest sequence on the CPU, for each core: they take most of a trial's time. Three
 cells of a small model with a large vocabulary then take about a minute."""
 _NO_CEILING = "16m"
 """Longest length of a search on GPUs: the published scan has no ceiling."""
@@ -62,19 +62,19 @@ _IN_A_JOB = (
 _FLAGS_HERE = packaged(
     "cli/published_flags.json", dict[str, tuple[str | None, str, dict[str, Any]]]
 )
-"""The published flags and more: the request's setting of each, its help, how it is read."""
+"""The script's flags: the request's setting that each sets, its help, argparse's options for it."""
 _FIELDS = {flag: field for flag, (field, *_) in _FLAGS_HERE.items() if field is not None}
 _FLAG_OF = {field: flag for flag, field in _FIELDS.items()}
 _SWITCHES = {"entropy": "chunked", "offload": "true", "runner": "ray"}
-"""Fields that a flag without a value sets here, and the value that it stands for."""
+"""Settings that a flag without a value sets here, and the value that it stands for."""
 _FLAGS = re.compile(r"(leave )?`(--\w[^`]*)`( out\b)?")
 _LEFT_OUT = (
     (re.compile(r"leave (`--[^`]*`) (or|and) (`--[^`]*`) out"), r"leave \1 out \2 leave \3 out"),
     (re.compile(r"(leave `--[^`]*` out), or (`--[\w-]+`)"), r"\1, or leave \2 out"),
 )
-"""Two settings that one sentence leaves out, and a sentence each."""
+"""Phrases that leave out two settings, and what replaces each: a phrase for each setting."""
 _RING = re.compile(r"`--ulysses \d+ --ring (?!1`)\d+`(?:, | or )| --ring 1(?=[ `])")
-"""Words about a ring, which the original lacks: of one to use, and that there is none."""
+"""Advice about a ring, which the original lacks: it is removed from texts."""
 _OF_A_RUNG = {row.name: row.default for row in RUNG_ROWS.values()}
 _USUAL = Request(model=".")
 _IN_THE_FILE = " in the file of `--config`"
@@ -124,7 +124,7 @@ def _search(
             planned,
             on_event=_listener(planned, here),
             log_layout="published",
-            command=with_memory((PROGRAM, *words), request, planned.question.memory_budget_bytes),
+            command=with_memory((PUBLISHED, *words), request, planned.question.memory_budget_bytes),
         )
     except KeyboardInterrupt as interrupt:
         say_interrupted(search.study_file(request, planned.question))
@@ -155,7 +155,7 @@ def _notes(arguments: argparse.Namespace, planned: Plan, longest_tokens: int) ->
 
 
 def _listener(planned: Plan, here: Callable[[str], str]) -> Callable[[SearchEvent], None]:
-    """Says each event on stderr, and each answered cell on stdout as the original does."""
+    """Return a function that says each event on stderr, and each answered cell on stdout."""
     question = planned.question
     progress = Progress(question, planned.timeout_s)
 
@@ -185,7 +185,7 @@ def typed_in(words: Sequence[str]) -> frozenset[str]:
 
 
 def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    """The settings that flags name; the allocator is in the environment, as the guide's "Env"."""
+    """The settings that flags name; the environment names the allocator, as the guide's "Env"."""
     expandable = ALLOCATOR_MODES["expandable"].lower() in map(
         str.lower, allocator_options(environment)
     )
@@ -205,8 +205,9 @@ def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -
 def place_of(
     model: Model, machine: Machine, asked: Request, *, starts: bool = False
 ) -> dict[str, str | int]:
-    """The device of the trials and their lengths: GPUs, or the CPU of a machine without one for a
-    small model, with short lengths close together, unless the request ``starts`` elsewhere.
+    """The device and the lengths, as settings of a request: GPUs, or for a small model the CPU of a
+    machine without one, with short lengths close together, unless ``starts`` says that one is
+    named.
     """
     room_bytes = asked.memory_bytes or cpu_memory(asked, machine)
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= room_bytes // 4
@@ -230,8 +231,8 @@ def request_of(
     typed: Collection[str] = (),
     from_file: Mapping[str, Any] | None = None,
 ) -> Request:
-    """The search that the flags ask for, and below those that were typed a file's settings: YaRN
-    past the native length whatever the model brings.
+    """The search that the flags ask for. A file's settings override flags that were not typed. YaRN
+    scales past the native length, whatever scaling the model has.
     """
     values: dict[str, Any] = {
         **{field: getattr(arguments, flag) for flag, field in _FIELDS.items()},
@@ -263,7 +264,7 @@ def _command(arguments: argparse.Namespace, **replaced: Any) -> str:
     """The command line of these arguments with some replaced, defaults left out."""
     values = vars(arguments) | replaced
     defaults = vars(grammar().parse_args([f"--model_path={arguments.model_path}"]))
-    words = [PROGRAM, *_spelled("model_path", arguments.model_path)]
+    words = [PUBLISHED, *_spelled("model_path", arguments.model_path)]
     for name, value in values.items():
         if value != defaults[name]:
             words += (
@@ -287,9 +288,9 @@ def in_these_words(
     *,
     where: str = _IN_THE_FILE,
 ) -> str:
-    """A text with the flags of this command in the place of those of ``highwater find``, and the
-    key of a file for what has no flag here. ``typed``: the flags that were, which no file can take
-    back; ``from_file``: the keys of the file that was read.
+    """Replace ``highwater find``'s flags in a text by this script's, or by keys of a configuration
+    file where it has no such flag. ``typed``: the script's flags that were typed, which no file
+    overrides; ``from_file``: the keys of the file that was read.
     """
     if "ring" not in from_file:
         text = _RING.sub("", text)
@@ -299,8 +300,8 @@ def in_these_words(
 
 
 def _said_here(found: re.Match[str], typed: Collection[str], where: str) -> str:
-    """Flags that a text names, or says to leave out: what was not typed is at its usual value then,
-    in a file, whatever the program's own is.
+    """The words for flags that a text names, or says to leave out. What is left out and was not
+    typed is set to its usual value in a file: the script's own default may be another.
     """
     leave, words, out = found.groups(default="")
     is_left_out = bool(leave and out)
@@ -341,12 +342,12 @@ def _named_in(words: str) -> Iterator[tuple[str, list[Any]]]:
 def grammar() -> Parser:
     """The flags of the published script."""
     parser = Parser(
-        prog=PROGRAM,
+        prog=PUBLISHED,
         examples=(
-            f"{PROGRAM} --model_path examples/tiny --test_gpu_num 1 2 --test_sp_num 1 2",
-            f"{PROGRAM} --model_path Qwen3-0.6B --trainer_strategy fsdp2",
-            f"{PROGRAM} --model_path Qwen3-0.6B --test_gpu_num 1 --start_length 32768",
-            f"{PROGRAM} --model_path Qwen3-8B --test_gpu_num 4 --test_sp_num 1 2 4 --offload",
+            f"{PUBLISHED} --model_path examples/tiny --test_gpu_num 1 2 --test_sp_num 1 2",
+            f"{PUBLISHED} --model_path Qwen3-0.6B --trainer_strategy fsdp2",
+            f"{PUBLISHED} --model_path Qwen3-0.6B --test_gpu_num 1 --start_length 32768",
+            f"{PUBLISHED} --model_path Qwen3-8B --test_gpu_num 4 --test_sp_num 1 2 4 --offload",
         ),
         description="The longest context that a model trains with, for each number of GPUs and "
         "each SP.",

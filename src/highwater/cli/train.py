@@ -1,4 +1,4 @@
-"""``highwater train``: the settings that were found, on a user's data, to a model that loads."""
+"""``highwater train``: train on a user's data with settings that were found; saves a model."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Train, or go on with it, and say what it came to; a closing terminal stops it in order."""
+    """Train, or resume, and print the result; a terminal that closes stops it in order."""
     with heeding(signal.SIGHUP):
         return _train(arguments)
 
@@ -51,7 +51,7 @@ def _train(arguments: argparse.Namespace) -> int:
     code = EXIT_ANSWERED if result.status == "done" else EXIT_TERMINATED
     if arguments.json:
         return console.answer_json(result, code)
-    if result.status == "stopped":  # another machine was told to
+    if result.status == "stopped":  # another machine was told to stop
         _say_stopped(arguments, asked, result)
         return code
     console.answer_page(training_answer(prepared.spec, result), training_table(result))
@@ -63,7 +63,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _say_stopped(
     arguments: argparse.Namespace, asked: TrainingRequest, result: TrainingResult | None
 ) -> None:
-    """Say what is kept, and what the same command does; None: nothing is kept."""
+    """Print what is kept, and what the same command does next; ``result`` None: nothing is kept."""
     console.talk(stopped_sentence(result))
     then = "goes on where this stopped"
     if result is None:
@@ -76,7 +76,7 @@ def _say_stopped(
 def _same_command(
     arguments: argparse.Namespace, asked: TrainingRequest, stopped: TrainingResult | None
 ) -> str:
-    """The command as typed, without the checkpoint that it went back to: the run is past it now."""
+    """The command as typed, without ``--resume-from`` once the run is past that checkpoint."""
     words: Sequence[str] = arguments.command_line
     if asked.resume_from is not None and stopped is not None:
         words = words_without(words, "--resume-from")
@@ -100,10 +100,10 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
     gpus = "GPU" if trial.device == "cuda" else "process"
     length, sequences = format_tokens(trial.length_tokens), trial.sequences
     row = length if sequences == 1 else f"{sequences} x {length}"
-    # Rows are a little shorter than the length, so that documents come up to so often.
+    # Rows are a little shorter than the length: this is the most that documents come up.
     tokens = spec.steps * spec.micro_batches * trial.length_tokens * sequences
     epochs = f"up to {tokens / max(1, corpus.tokens):.1f} epochs"
-    # How many rows a step has is said beside them.
+    # The line says how many rows a step has: no need to name one micro-batch.
     settings = trial.settings.replace(accumulates=True)
     shape = load_model(trial.model_directory).shape
     trained = trained_parameters(shape, trial.settings)
@@ -128,7 +128,7 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
 
 
 def _left_out(corpus: Corpus) -> list[str]:
-    """A note on data that are not trained as they are."""
+    """A note on documents that are cut, in pieces or left out; empty without any."""
     said: list[str] = []
     if corpus.truncated:
         said.append(
@@ -172,7 +172,7 @@ def training_table(result: TrainingResult) -> TextTable:
 
 
 def _held_out(evaluations: Sequence[tuple[int, float]]) -> str:
-    """The first and the last evaluation: a run that went on may have none before its first step."""
+    """The first and the last held-out loss; a run that was resumed may have none at its start."""
     (first_step, first), (last_step, last) = evaluations[0], evaluations[-1]
     if first_step == last_step:
         return f"{first:.3f} after step {first_step}"

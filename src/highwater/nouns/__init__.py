@@ -1,1 +1,1 @@
-"""The nouns of the project: frozen, validated at construction, encoded by ``codec``."""
+"""The nouns (docs/concepts/words.md): frozen, validated at construction, encoded by ``codec``."""

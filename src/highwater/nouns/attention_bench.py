@@ -11,57 +11,57 @@ from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 Direction = Literal["forward", "forward+backward"]
 Mode = Literal["single", "data parallel", "ring", "ulysses"]
-"""Uses of GPUs: one; one sequence each; one sequence that all share."""
+"""How GPUs are used: one alone, each with a sequence of its own, or all on one sequence."""
 BenchResult = Literal["fits", "ran out of memory", "took too long", "red", "crashed"]
-"""Ends of a case. ``red``: it does not equal the reference, and has no number."""
+"""Results of a case. ``red``: it differs from the reference, and has no number."""
 BenchDtype = Literal["fp16", "bf16", "fp32"]
 FusedKernel = Literal["cudnn", "flash", "efficient"]
-"""A fused attention of PyTorch's; ``efficient``: for GPUs and dtypes that flash does not know."""
+"""A fused attention of PyTorch; ``efficient``: for GPUs and dtypes that flash does not know."""
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
 START_TOKENS: Mapping[Device, int] = {"cpu": 512, "cuda": 4096}
-"""Length that doubling begins with."""
+"""First length of a search by doubling, in tokens."""
 LEAST_TOKENS = 128
-"""Length below which nothing is tried."""
+"""Shortest length that is tried, in tokens."""
 CPU_MOST_TOKENS = 4096
 """Longest length on the CPU, unless another is named."""
 MOST_SEARCHED_TOKENS = 1 << 24
 """Longest length on a GPU, unless another is named: 16,777,216."""
 PARTS_OF_A_DOUBLING = 8
-"""Parts of the last doubling that a longest length is found to, and a predicted one rounded to."""
+"""Parts of the last doubling: a longest length is found, and a predicted one rounded, to one."""
 BATCHES = (2, 4)
-"""Sequences of the cases that are measured besides one sequence."""
+"""Sequences of each batch that is measured besides single sequences."""
 BATCH_TOKENS = (16_384, 32_768)
-"""Lengths at which those are."""
+"""Lengths at which batches are measured, in tokens."""
 REFERENCE_TOKENS: Mapping[Device, int] = {"cpu": 1024, "cuda": 8192}
-"""Longest length that is measured with the textbook formula."""
+"""Longest length at which the reference, the textbook formula, is measured, in tokens."""
 CHECKED_TOKENS = 515
 """Length of the sequence of a check: five blocks, the last of them not full."""
 OFF_AT_THE_MOST: Mapping[BenchDtype, float] = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 2e-5}
-"""Largest norm-relative difference: eight roundings of the dtype, gradients included."""
+"""Largest norm-relative difference of output and gradients, by dtype: eight of its roundings."""
 PartEnding = Literal["refused", "ran out of memory", "crashed", "took too long", "done"]
-"""Ends of a process's part of a case, the worst first: that of several decides for all."""
+"""Ends of a process's part of a case, the worst first: it decides for all processes."""
 
 
 class Implementation(Record, frozen=True, kw_only=True):
-    """An attention that takes part."""
+    """An attention that takes part in the benchmark."""
 
     what: str
     modes: tuple[Mode, ...] = ("single",)
-    """Its uses of GPUs; whatever one GPU computes alone takes part in DataParallel too."""
+    """Its uses of GPUs; whatever runs on one GPU takes part in DataParallel, too."""
     alone: str = ""
-    """If GPUs share its sequences: the name of what one GPU alone attends by."""
+    """If GPUs share its sequences: name of the attention on one GPU that it is compared with."""
     pattern: SparsePatternConfig | None = None
     """The pattern of the keys it keeps, if there is one."""
     takes_pattern: bool = False
-    """True if ``--pattern-type`` and the flags with it name another one."""
+    """True if ``--pattern-type`` and its companions replace the pattern."""
     takes_segments: bool = False
-    """True if ``--segment-lengths`` and ``--dilation-rates`` are about it."""
+    """True if it reads ``--segment-lengths`` and ``--dilation-rates``."""
 
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = packaged(
     "nouns/catalog/attentions.json", dict[str, Implementation]
 )
-"""Everything that can take part, as reported; ``engine/bench/attention/contenders`` makes it."""
+"""Every attention by its name in the report; ``engine/bench/attention/contenders`` makes it."""
 SHARES = ("block_sparse_5", "block_sparse_2", "block_sparse_1", "block_sparse_adaptive")
 """Implementations that ``block_sparse`` stands for where no pattern is typed."""
 CLASSES: Mapping[str, str] = {
@@ -72,13 +72,13 @@ CLASSES: Mapping[str, str] = {
     "BlockSparseRingDistributedDilatedAttention": "block_sparse_ring_dilated",
     "RingAttention": "ring",
 }
-"""Published classes, and the name or family of what computes the same here."""
+"""Published classes, and the implementation or family that computes the same here."""
 
 
 def implementations_named(words: Sequence[str], *, has_pattern: bool = False) -> tuple[str, ...]:
-    """The implementations that are meant, in their order: all where none is named; ``has_pattern``:
-    of the block-sparse ones that whose pattern is typed, else ``SHARES``. Raises UsageError for a
-    name that there is not, with the nearest.
+    """The named implementations, in the catalog's order; all where none is named. ``block_sparse``
+    stands for ``SHARES`` unless a pattern was typed (``has_pattern``). Raises UsageError for an
+    unknown name, with the nearest.
     """
     names = (*IMPLEMENTATIONS, *CLASSES)
     for word in words:
@@ -98,15 +98,15 @@ def implementations_named(words: Sequence[str], *, has_pattern: bool = False) ->
 
 
 class BenchOrder(Record, frozen=True, kw_only=True):
-    """Order for the processes that measure."""
+    """A benchmark to run, as its processes read it."""
 
     device: Device
     implementations: tuple[str, ...]
     directions: tuple[Direction, ...] = DIRECTIONS
     gpus: int = 1
-    """GPUs, or on the CPU processes that stand for one each."""
+    """GPUs; on the CPU processes that stand for one each."""
     memory_bytes: int | None = None
-    """Memory of each, the runtime's own included; None: all that a GPU has."""
+    """Memory of each GPU or process, with its runtime; None: all that a GPU has."""
     heads: int = 2
     kv_heads: int = 2
     head_dim: int = 32
@@ -114,22 +114,22 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     same_qkv: bool = False
     """True if queries, keys and values are one tensor, as in the published benchmark."""
     patterns: dict[str, SparsePatternConfig] = {}  # noqa: RUF012 -- msgspec copies it
-    """Patterns that implementations have in the place of their own."""
+    """Patterns in the place of implementations' own, by their names."""
     segment_lengths: tuple[int, ...] = ()
     """Segments of dilated attention, in tokens; empty: half the length and all of it."""
     dilation_rates: tuple[int, ...] = (1, 2)
-    """A rate for each of them."""
+    """A rate for each segment length: with 2 every second token takes part."""
     lengths: tuple[int, ...] = ()
     """Lengths to measure, in tokens; empty: doubling, then bisection."""
     most_tokens: int = CPU_MOST_TOKENS
-    """Longest length of a search."""
+    """Longest length of a search, in tokens."""
     timeout_s: float = 10.0
-    """Longest time of one pass."""
+    """Longest time of one pass, in seconds."""
     threads: int = 1
     """On the CPU: threads of each process."""
 
     def next_length(self, tried: Mapping[int, bool], *, most: int) -> int | None:
-        """The next length to try after those ``tried``: named ones, or doubling, then bisection."""
+        """The next length up to ``most``: named, or by doubling, then bisection; None: no more."""
         if self.lengths:
             left = (each for each in self.lengths if each <= most and each not in tried)
             return min(left, default=None)
@@ -170,26 +170,26 @@ class BenchOrder(Record, frozen=True, kw_only=True):
         return "; ".join(words)
 
     def alone(self, name: str) -> str:
-        """The name of what one GPU alone attends by, in the place of an implementation."""
+        """The name of the attention on one GPU that an implementation is compared with."""
         own = IMPLEMENTATIONS[name].alone or name
         return "block_sparse" if name in self.patterns and own != name else own
 
 
 class BenchMachine(Record, frozen=True, kw_only=True):
-    """The machine that was measured on."""
+    """The machine that the benchmark ran on."""
 
     device_name: str
     memory_total_bytes: int
     """Memory of one GPU as its driver reports it, or of the host."""
     outside_bytes: int
-    """Memory that a process takes before any tensor: the context, or on the CPU the runtime."""
+    """Memory of a process before any tensor: its context, or on the CPU its runtime."""
     versions: dict[str, str]
     kernel: FusedKernel | None = None
     """Fused kernel that dense attention runs on; None where none does."""
 
 
 class BenchCheck(Record, frozen=True, kw_only=True):
-    """An implementation beside the reference, before anything is measured of it."""
+    """Comparison of an implementation with the reference, before it is measured."""
 
     implementation: str
     mode: Mode
@@ -198,11 +198,11 @@ class BenchCheck(Record, frozen=True, kw_only=True):
     """Norm-relative differences of output and gradients, the largest of all ranks; None: NaN."""
     tolerance: float
     reason: str = ""
-    """Why it is red; empty where it is not."""
+    """Why it is red; empty: it equals the reference."""
 
 
 class Entry(NamedTuple):
-    """Subject of a line of the report."""
+    """An attention, a use of GPUs and a direction: the subject of a line of the report."""
 
     implementation: str
     mode: Mode
@@ -210,7 +210,7 @@ class Entry(NamedTuple):
 
 
 class OfEntry(Record, frozen=True, kw_only=True):
-    """A figure of one entry."""
+    """Base of records about one entry."""
 
     implementation: str
     mode: Mode
@@ -218,7 +218,7 @@ class OfEntry(Record, frozen=True, kw_only=True):
 
     @property
     def entry(self) -> Entry:
-        """Subject of the figure."""
+        """The entry that the record is about."""
         return Entry(self.implementation, self.mode, self.direction)
 
 
@@ -236,17 +236,17 @@ class BenchRow(OfEntry, frozen=True, kw_only=True):
     """Median of the timed passes, of the slowest GPU."""
     passes: int = 0
     kept_share: float | None = None
-    """Share of the causal pairs of tokens that are computed, by element; of dilated segments a pair
-    that two branches meet counts twice."""
+    """Share of the causal pairs of tokens that are computed, counted by element; in dilated
+    segments a pair that two branches have counts twice."""
     after_qkv_bytes: tuple[int, ...] = ()
-    """Allocated once queries, keys and values are there; of each GPU, as all that follow."""
+    """Bytes allocated with queries, keys and values alone, for each GPU; so are the next two."""
     peak_allocated_bytes: tuple[int, ...] = ()
     peak_reserved_bytes: tuple[int, ...] = ()
     """On the CPU: the data segment of the process, which the limit bounds, runtime included."""
 
     @property
     def fits(self) -> bool:
-        """True if it ran to its end."""
+        """True if the case ran to its end."""
         return self.result == "fits"
 
 
@@ -259,7 +259,7 @@ class NotRun(Record, frozen=True, kw_only=True):
 
 
 class BenchLine(Record, frozen=True, kw_only=True):
-    """One result of the benchmark: one of these."""
+    """One result of the benchmark: exactly one field is set."""
 
     machine: BenchMachine | None = None
     check: BenchCheck | None = None
@@ -274,9 +274,9 @@ class BenchShare(Record, frozen=True, kw_only=True):
     implementation: str = "dense"
     mode: Mode = "single"
     machine: BenchMachine | None = None
-    """None: the machine is to be described, and nothing else is done."""
+    """None: the process describes the machine, and measures nothing."""
     is_checked: bool = False
-    """True if there is nothing to check before the first case."""
+    """True if no check is needed before the first case."""
     rows: tuple[BenchRow, ...] = ()
     """The cases that are done."""
 
@@ -287,7 +287,7 @@ class BenchShare(Record, frozen=True, kw_only=True):
         return 1 if self.mode == "single" or in_threads else self.order.gpus
 
     def case(self, direction: Direction) -> BenchRow:
-        """The case of a direction without a length; DataParallel has a sequence for each GPU."""
+        """A direction's case, still without a length; DataParallel has a sequence for each GPU."""
         gpus = 1 if self.mode == "single" else self.order.gpus
         return BenchRow(
             implementation=self.implementation,
@@ -323,21 +323,21 @@ class BenchShare(Record, frozen=True, kw_only=True):
 
 
 class BenchPart(Record, frozen=True, kw_only=True):
-    """Word of one process of a group on its part: a result, or how else it ended."""
+    """Report of one process of a group on its part: a result, or how else it ended."""
 
     ending: PartEnding = "done"
     reason: str = ""
     hint: str = ""
     machine: BenchMachine | None = None
     not_run: tuple[NotRun, ...] = ()
-    """Told with the machine: what does not run on it."""
+    """Implementations that do not run on the machine; told together with it."""
     differences: dict[str, float | None] = {}  # noqa: RUF012 -- msgspec copies it
     """Norm-relative differences from the reference; None where one is no number."""
     row: BenchRow | None = None
 
 
 class AttentionBench(Record, frozen=True, kw_only=True):
-    """All that was measured."""
+    """A benchmark: what was asked, on which machine, and all that was measured."""
 
     made_at: str
     """Date and time, ISO 8601."""
@@ -348,4 +348,4 @@ class AttentionBench(Record, frozen=True, kw_only=True):
     rows: tuple[BenchRow, ...]
     not_run: tuple[NotRun, ...] = ()
     is_whole: bool = True
-    """True if it ended by itself; not after Ctrl-C."""
+    """False after Ctrl-C: cases may be missing."""

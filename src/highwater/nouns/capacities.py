@@ -13,9 +13,9 @@ from highwater.nouns.trial import Outcome
 from highwater.units import format_bytes
 
 _OF_MEMORY: tuple[Limit, ...] = ("memory", "host_memory")
-"""Ends of a search that say what does not fit."""
+"""Limits of a search that prove that the next length does not fit."""
 Source = Literal["measured", "simulated", "predicted", "published"]
-"""Trials, a memory law in their place, a prediction of this project, or somebody else's table."""
+"""Source of a figure: trials, a memory law in their place, our prediction, or another's table."""
 
 
 class Capacity(Record, frozen=True, kw_only=True):
@@ -29,25 +29,25 @@ class Capacity(Record, frozen=True, kw_only=True):
     """Kind of GPU, ``A100-80GB``; under a memory budget ``H200-141GB with 79.15 GiB``."""
     cell: Cell
     capacity_tokens: int
-    """The longest length that fits; 0: none is known to."""
+    """The longest length known to fit; 0: none is."""
     does_not_fit_tokens: int | None = None
-    """The shortest length known not to fit; None: nobody knows of one."""
+    """The shortest length known not to fit; None: none is."""
     odd_tokens: tuple[int, ...] = ()
-    """Lengths whose own trials said the opposite of the bracket: outcomes may not be monotone."""
+    """Lengths whose own trials contradict the bracket: outcomes may not be monotone."""
     margin_bytes: int = 0
     """Bytes that a length has to leave of a GPU's memory to count as a fit, if asked for."""
     is_memory_only: bool = False
-    """Memory holds it; trained in full was less, or nothing."""
+    """True if memory-only trials prove it: in full only less was trained, or nothing."""
     source: Source
     trainer: AnyTrainer = OURS
     """The trainer whose step it is."""
     command: str | None = None
-    """The command that started it, where that is a user's own."""
+    """The command that started the trainer, if it is a user's own."""
     found_in: str
-    """File that says so, or the command that predicts it."""
+    """File that has it, or the command that predicts it."""
 
     def fits(self, length_tokens: int) -> bool | None:
-        """True if this length fits, by its own trials before the bracket; None: nobody knows."""
+        """True if a length fits, by its own trials or else by the bracket; None: unknown."""
         fails = self.does_not_fit_tokens
         if self.capacity_tokens < length_tokens and (fails is None or length_tokens < fails):
             return None
@@ -56,9 +56,9 @@ class Capacity(Record, frozen=True, kw_only=True):
         return (length_tokens <= self.capacity_tokens) != (length_tokens in self.odd_tokens)
 
     def _follows(self, length_tokens: int) -> bool:
-        """True if the bracket tells of a length that it does not end at. With a token budget a
-        shorter length may pack more tokens than a longer one that fit, and a longer one fewer than
-        one that did not: of such a length nobody knows.
+        """True if the bracket tells whether a length fits that it does not end at. With a token
+        budget a shorter length may pack more tokens than the longest that fit, and a longer one
+        fewer than the one that did not: about these it tells nothing.
         """
         settings, degree = self.cell.settings, self.cell.layout.context_degree
         if settings.token_budget_tokens is None:
@@ -81,14 +81,14 @@ def simplest(capacities: tuple[Capacity, ...], length_tokens: int) -> Capacity |
 def may_be_simpler(
     capacities: tuple[Capacity, ...], length_tokens: int, found: Capacity | None
 ) -> bool:
-    """True if nobody knows if a simpler cell than ``found``, or any cell, trains a length."""
+    """True if it is unknown whether a cell simpler than ``found``, or any cell, trains a length."""
     known = {capacity.cell for capacity in capacities if capacity.fits(length_tokens) is not None}
     unknown = (capacity.cell for capacity in capacities if capacity.cell not in known)
     return any(found is None or simplicity(cell) < simplicity(found.cell) for cell in unknown)
 
 
 def in_order(capacities: tuple[Capacity, ...]) -> list[Capacity]:
-    """The capacities, simplest first; of one cell what was trained in full first."""
+    """The capacities, simplest first; of one cell, full training before memory-only."""
     return sorted(capacities, key=lambda each: (simplicity(each.cell), each.is_memory_only))
 
 
@@ -100,7 +100,7 @@ def study_capacities(study: Study) -> tuple[Capacity, ...]:
 
 
 def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
-    """A cell's answer as capacities, or what its trials say so far; memory-only apart."""
+    """A cell's answer as capacities, or its trials so far; a memory-only one stands apart."""
     answer = study.answer_of(cell)
     if answer is None:
         memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
@@ -110,10 +110,10 @@ def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
         memory_only = None if answer.memory_only is None else answer.memory_only.length_tokens
         fits = answer.capacity_tokens
         fails = answer.does_not_fit_tokens if answer.limit in _OF_MEMORY else None
-    found = (_of_study(study, cell, fits or 0, fails),)
+    found = (_capacity(study, cell, fits or 0, fails),)
     if memory_only is None:
         return found
-    return (*found, _of_study(study, cell, memory_only, fails, is_memory_only=True))
+    return (*found, _capacity(study, cell, memory_only, fails, is_memory_only=True))
 
 
 def kind_with_memory(device_name: str, device_bytes: int | None) -> str:
@@ -122,7 +122,7 @@ def kind_with_memory(device_name: str, device_bytes: int | None) -> str:
     return name if device_bytes is None else f"{name} with {format_bytes(device_bytes)}"
 
 
-def _of_study(
+def _capacity(
     study: Study, cell: Cell, fits: int, fails: int | None, *, is_memory_only: bool = False
 ) -> Capacity:
     question: Question = study.question
@@ -155,14 +155,14 @@ def _shortest_failure(study: Study, cell: Cell, longest_fit: int) -> int | None:
 
 
 def _odd_tokens(study: Study, cell: Cell, fits: int, fails: int | None) -> tuple[int, ...]:
-    """Lengths whose trials say the opposite of the bracket; of several trials all have to fit."""
-    told: dict[int, bool] = {}
+    """Lengths whose trials contradict the bracket; all trials of one length have to fit."""
+    fit_at: dict[int, bool] = {}
     for spec, result in study.told_by(cell):
         is_fit = study.question.counts_as_fit(result)
-        told[spec.length_tokens] = told.get(spec.length_tokens, True) and is_fit
+        fit_at[spec.length_tokens] = fit_at.get(spec.length_tokens, True) and is_fit
     odd = (
         tokens
-        for tokens, is_fit in told.items()
+        for tokens, is_fit in fit_at.items()
         if (fails is not None and tokens >= fails if is_fit else tokens <= fits)
     )
     return tuple(sorted(odd))

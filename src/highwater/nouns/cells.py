@@ -1,6 +1,6 @@
 """The cells that a request asks about: every layout that can work, on every rung of its ladder.
 
-The ladder: rungs from the cheapest to the most memory-saving, cells from the simplest on.
+Rungs are in order from the cheapest to the most memory-saving, cells from the simplest on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ _GPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (
 )
 _CPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("native", "chunked"))
 _OFFLOAD_ORDER: tuple[Offload, ...] = (False, "states", True)
-"""Choices of what is in host memory, the least first."""
+"""Values of ``offload``, by how much is in host memory, the least first."""
 _RECOMPUTE_ORDER = ("none", "all-but-attention", "layer")
 """Kinds of recomputation, the simplest first; any other is less simple than these."""
 
@@ -51,10 +51,9 @@ def default_ladder(
 
 
 def simplicity(cell: Cell) -> tuple[int, ...]:
-    """A key to sort cells of as many GPUs by, the simplest first. The order of the published guide:
-    more Ulysses before offload, and for each degree what needs no other change first; between them
-    stand activations on the host. Between two rungs of one degree the allocator, then the loss,
-    then what is recomputed or computed in tiles.
+    """A key to sort cells with equally many GPUs by, the simplest first, in the published guide's
+    order: more Ulysses before offload, with activations on the host between them. Cells of one
+    degree are in order of allocator and loss, then of what is recomputed or computed in tiles.
     """
     settings = cell.settings
     return (
@@ -84,11 +83,10 @@ def cells_of(
     machines: int = 1,
     longest_tokens: int | None = None,
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
-    """Every layout that can work, on every rung; and a note for each that is skipped. ``has_ring``:
-    of a trainer that can share sequences by a ring. ``within_machines``: whether a machine holds
-    each copy of the states, and shares its sequences with no other; ``machines``: how many were
-    named, 1 where none were. ``longest_tokens``: the longest document; None where that is not
-    known.
+    """Every layout that can work, on every rung, and a note for each layout that is skipped.
+    ``has_ring``: the trainer can share sequences by a ring. ``within_machines``: no copy of the
+    states and no sequence may span machines; ``machines``: how many were named, else 1.
+    ``longest_tokens``: the longest document; None: unknown. Raises UsageError if no layout works.
     """
     if device == "cpu" and request.allocator == "expandable":
         raise UsageError(
@@ -98,7 +96,7 @@ def cells_of(
     ladder = partial(default_ladder, device=device, loss=request.loss)
     ladders = [ladder(base=request.settings, allocator=request.allocator)]
     if request.activations == "auto" and device == "cuda":
-        with suppress(UsageError):  # where no layer keeps its input, nothing moves
+        with suppress(UsageError):  # without recomputation no input moves
             on_host = request.settings.replace(activations="host")
             ladders += [ladder(base=on_host, allocator=request.allocator or "expandable")]
     is_packed = request.settings.lora_base == "nf4"
@@ -133,7 +131,7 @@ def cells_of(
 def within_token_budget(
     cells: tuple[Cell, ...], grid: Grid, device: Device
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
-    """The cells whose token budget holds the start length, and notes on the others; all if none."""
+    """The cells whose token budget holds the start length (all if none), and notes on others."""
     kept = [
         cell
         for cell in cells
@@ -150,7 +148,7 @@ def within_token_budget(
 
 
 def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
-    """Why this many GPUs cannot trade heads, in words; None when they can."""
+    """Why this many GPUs cannot share a sequence by heads, in words; None: they can."""
     if shape.query_heads % degree:
         return f"{degree} does not divide the model's {shape.query_heads} query heads"
     softmax = (run.kind.attention for run in shape.runs if run.kind.attention.delta is None)
@@ -163,7 +161,7 @@ def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
 
 
 def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
-    """Why no ring shares documents up to this length (None: unknown yet); None when one can."""
+    """Why no ring shares documents up to this length (None: unknown), in words; None: one can."""
     if shape.caps_scores:
         return "a ring does not cap the scores of attention (attn_logit_softcapping)"
     if shape.widest_head > WIDEST_FUSED_HEAD:
@@ -178,7 +176,7 @@ def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
 
 
 def _sparse_obstacle(pattern: SparsePatternConfig, device: Device) -> str | None:
-    """Why no ring attends by a pattern, in words; None where it does."""
+    """Why a ring cannot attend by this pattern, in words; None: it can."""
     if pattern.follows_content:
         return "block_top_k chooses keys by what is in them, which no rank of a ring knows"
     if device == "cuda":
@@ -187,7 +185,7 @@ def _sparse_obstacle(pattern: SparsePatternConfig, device: Device) -> str | None
 
 
 class _Degrees(NamedTuple):
-    """A layout that was asked for, and may not be one."""
+    """A layout that was asked for, valid or not."""
 
     gpus: int
     ulysses: int
@@ -202,11 +200,11 @@ class _Degrees(NamedTuple):
         return self.ulysses * self.ring
 
     def is_shared_as(self, other: "_Degrees") -> bool:
-        """True if sequences are shared as in another."""
+        """True if sequences are shared by the same degrees as in ``other``."""
         return (self.ulysses, self.ring) == (other.ulysses, other.ring)
 
     def flags_after(self, other: "_Degrees") -> str:
-        """The flags that make this of another, as one types them."""
+        """The flags to type that turn ``other`` into this layout."""
         is_shared = self.is_shared_as(other)
         ring = "" if self.ring == other.ring else f" --ring {self.ring}"
         shares = "" if is_shared else f"--ulysses {self.ulysses}{ring}"
@@ -225,7 +223,7 @@ class _Degrees(NamedTuple):
 
     def label_on(self, device: Device) -> str:
         """``Ulysses 2, ring 3 on 6 GPUs``."""
-        # on as many as the degrees would do on, a layout that is one has their spelling
+        # a valid layout, of as many GPUs as the degrees need, spells them
         gpus = self.ulysses * self.ring * self.copies
         whole = self._replace(gpus=gpus, machines=1).layout
         degrees = whole.degrees if self.ulysses > 1 else (f"Ulysses {self.ulysses}", *whole.degrees)
@@ -233,7 +231,7 @@ class _Degrees(NamedTuple):
 
 
 class _Bounds(NamedTuple):
-    """Bounds of the layouts that can work, besides the number of GPUs."""
+    """Bounds of the layouts that can work, for any number of GPUs."""
 
     shape: ModelShape
     device: Device
@@ -242,16 +240,16 @@ class _Bounds(NamedTuple):
     within_machines: bool
     longest_tokens: int | None
     pattern: SparsePatternConfig | None
-    """The keys that attention keeps; None: all."""
+    """The keys that attention keeps; None: every key."""
     is_packed: bool
     """True if the model is frozen in NF4."""
     head_groups: int = 1
-    """Groups of key/value heads that attention goes in."""
+    """Groups of key/value heads that attention is computed in, one after the other."""
     machines: int = 1
     """Machines that were named; 1 where none were."""
 
     def obstacle(self, asked: _Degrees) -> str | None:
-        """Why so many GPUs cannot be laid out so, in words; None when they can."""
+        """Why a layout cannot work, in words; None: it can."""
         ranks, context = counted_ranks(asked.gpus, self.device), asked.context
         if asked.gpus % context:
             product_ = f" x {asked.ring} = {context}" if asked.ring > 1 else ""
@@ -283,7 +281,7 @@ class _Bounds(NamedTuple):
         return across or heads_obstacle(self.shape, asked.ulysses)
 
     def _across_machines(self, layout: Layout) -> str | None:
-        """Say that machines would share a copy or a sequence; None where neither."""
+        """Why machines would share a copy or a sequence, in words; None: they do not."""
         if not layout.is_several_machines:
             return None
         if layout.machines and layout.machine_gpus % layout.shard_degree:
@@ -315,7 +313,7 @@ class _Bounds(NamedTuple):
 def _offers(
     refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
 ) -> str:
-    """Flags that work instead: the nearest layout, and degrees that trade heads on some count."""
+    """Flags that work: of the layouts nearest to the refused, and of Ulysses degrees alone."""
     beside = ""
     if all(next(bounds.layouts(gpus), None) is None for gpus in counts):
         # several machines need copies, which FSDP1 has not
@@ -337,7 +335,7 @@ def _offers(
 
 
 def _nearest(refused: _Degrees, bounds: _Bounds) -> _Degrees:
-    """The most similar layout that works: sequences shared alike, by heads, on usual machines."""
+    """The layout that works and is most like a refused one: first in sharing, then in copies."""
 
     def distance(each: _Degrees) -> tuple[int, ...]:
         context = abs(each.context - refused.context)
@@ -353,7 +351,7 @@ def _nearest(refused: _Degrees, bounds: _Bounds) -> _Degrees:
 def _ulysses_alone(
     refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
 ) -> Iterator[str]:
-    """Flags of every degree that some counts can trade heads by, without a ring."""
+    """Flags of every Ulysses degree that works on some count, without a ring."""
     ring = " --ring 1" if any(each.ring > 1 for each in refused) else ""
     for degree in range(1, min(max(counts), bounds.shape.query_heads) + 1):
         every = product(counts, (degree,), (1,), request.copies)

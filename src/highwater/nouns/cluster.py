@@ -38,19 +38,19 @@ _UNLISTED = {
         "60GiB",
     ),
 }
-"""Names of no kind of the catalog, why, and an example's memory or the kind that is like it."""
+"""Names that the catalog does not have, why, and for an example a memory, or a kind like it."""
 _COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
 """A count that no kind follows."""
 _SIZE = re.compile(r"(\d{2,3})(?:gi?b?)?")
 """A word of a GPU's name that says how much memory it has: ``80GB``."""
 _SAID_SIZE = re.compile(r"\b(\d{1,3})gi?b\b")
-"""The same anywhere in a name, its unit written."""
+"""A size of memory anywhere in a GPU's name, with its unit."""
 _SOLD = re.compile(r"\s*(\d{1,3})\s*gb?\s*", re.IGNORECASE)
 """A size of memory as cards are sold by: ``24GB``."""
 _UNKNOWN_GIB = 16
-"""Memory of the example for a GPU of which nobody knows it."""
+"""Memory in the example for a GPU of unknown memory, in GiB."""
 _LEAST_BYTES = GIB
-"""Less is a number without its unit."""
+"""Least memory of a GPU: less is a number without its unit."""
 _SAME_FROM = 0.9
 """Least share of the size in a card's name that its driver reports."""
 _NUMBER = re.compile(r"([a-z ]*)(\d+)([a-z]*)")
@@ -58,7 +58,7 @@ _NUMBER = re.compile(r"([a-z ]*)(\d+)([a-z]*)")
 _FORMS = ("sxm", "pcie", "nvl")
 """Letters behind a number that name how a card is built, and not another card."""
 _WORD, _ALIKE = 3, 0.6
-"""Letters from which a word may be mistyped, and the share of them that has to be right."""
+"""Fewest letters of a word that may be mistyped, and its least similarity (0 to 1) to be meant."""
 
 
 class Cluster(Record, frozen=True, kw_only=True):
@@ -69,27 +69,27 @@ class Cluster(Record, frozen=True, kw_only=True):
     device_bytes: int
     """Memory of one GPU, as its driver reports it."""
     compute_capability: tuple[int, int] = OLDEST_CAPABILITY
-    """The oldest that trains, where nobody named the kind."""
+    """The kind's compute capability; where no kind is named, that of the oldest that trains."""
     machines: int = 1
-    """Machines that have as many of the GPUs each, where somebody named them; else 1."""
+    """Machines with equally many of the GPUs, if any were named; else 1."""
     host_bytes: int | None = None
-    """Memory of this machine, where its own GPUs are meant."""
+    """Host memory of this machine, if its own GPUs are meant; else None."""
     may_shard_across: bool = False
-    """True if copies of the states may span machines, to know whether so many GPUs would do."""
+    """True if copies of the states may span machines, to find out if so many GPUs would do."""
 
     @property
     def is_several_machines(self) -> bool:
-        """True if no machine has so many GPUs, or several were named."""
+        """True if several machines were named, or one machine cannot have so many GPUs."""
         return self.machines > 1 or self.gpus > MOST_GPUS_OF_A_MACHINE
 
     @property
     def typed(self) -> str:
-        """The GPUs as ``--gpus`` takes them: ``2x8xH100-80GB``; no kind where no catalog has it."""
+        """The GPUs as ``--gpus`` takes them: ``2x8xH100-80GB``; an unlisted kind is left out."""
         known = self.device_name if kind_of(self.device_name) else None
         return _typed(self.gpus, known, machines=self.machines)
 
     def on_one_machine(self) -> "Cluster":
-        """The GPUs of one of the machines, as many as it can have."""
+        """The GPUs of one of the machines, at most as many as a machine can have."""
         own = self.gpus // self.machines if self.machines > 1 else MOST_GPUS_OF_A_MACHINE
         return self.replace(gpus=min(own, self.gpus), machines=1)
 
@@ -114,11 +114,10 @@ class Cluster(Record, frozen=True, kw_only=True):
 
 
 def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine | None) -> Cluster:
-    """Read ``--gpus`` and ``--gpu-memory``: a count and a kind of the catalog, or either alone; in
-    front of both the number of machines that have so many each. ``machine`` is this one, where
-    somebody has looked: a count without a kind, or nothing at all, means its GPUs. Raises
-    UsageError for a kind that is not known, or whose memory nobody has read; MachineError for one
-    without bf16.
+    """Read ``--gpus`` and ``--gpu-memory``: a count and a kind of the catalog, or either alone;
+    before both a number of machines that have so many each. ``machine`` is this one, if it was
+    probed: a count without a kind, or no text, means its GPUs. Raises UsageError for a kind that is
+    not known, or whose memory is not; MachineError for one that cannot train.
     """
     named = _parse(text)
     if gpu_memory_bytes is not None:
@@ -128,7 +127,7 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
 
 
 class _Named(NamedTuple):
-    """GPUs as somebody typed them."""
+    """GPUs as they were typed."""
 
     machines: int = 1
     gpus: int | None = None
@@ -160,7 +159,7 @@ def _cluster(named: _Named, gpu_memory_bytes: int | None, machine: Machine | Non
 
 
 def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster:
-    """GPUs of a kind that trains, with its own memory where no other is given."""
+    """GPUs of a kind that can train, with the kind's memory unless another is given."""
     _refuse_unfit(kind)
     memory = kind.usable_bytes if gpu_memory_bytes is None else gpu_memory_bytes
     if memory is None:
@@ -176,23 +175,23 @@ def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster
 
 
 def names_no_kind(text: str) -> bool:
-    """True if a text has numbers alone: of this machine's GPUs, or of any with a memory."""
+    """True if a text has only numbers: this machine's GPUs, or any GPUs of a given memory."""
     return re.fullmatch(r"\s*\d+(?:\s*[xX×*]\s*\d+)?\s*", text) is not None
 
 
 def kinds_named(text: str | None) -> tuple[str, ...]:
-    """Each of the GPUs that a text names: ``A100`` and ``8xH100`` of ``A100,8xH100``."""
+    """The GPUs that a text lists: ``A100,8xH100`` names ``A100`` and ``8xH100``."""
     return () if text is None else tuple(filter(None, re.split(r"\s*[,+]\s*", text.strip())))
 
 
 def has_count(text: str) -> bool:
-    """True if a text says how many GPUs, or names none of a kind: ``A100`` does neither."""
+    """True if a text has a number of GPUs, or no kind of them: of ``A100`` neither is true."""
     named = _parse(text)
     return named.kind is None or named.gpus is not None
 
 
 def refuse_small_gpu(memory_bytes: int) -> None:
-    """Raise UsageError for a memory that no GPU has."""
+    """Raise UsageError for a memory below 1 GiB, which no GPU has."""
     if memory_bytes < _LEAST_BYTES:
         least = f"{format_bytes(_LEAST_BYTES)} is the least"
         problem = f"a GPU with a memory of {format_bytes(memory_bytes)}; {least}"
@@ -200,8 +199,8 @@ def refuse_small_gpu(memory_bytes: int) -> None:
 
 
 def card_memory(text: str, read: Callable[[str], int] = parse_memory) -> int:
-    """Bytes of a GPU's memory, as ``--gpu-memory`` has them. Raises UsageError for a size that
-    cards are sold by, ``24GB``: drivers report less, each card's its own.
+    """Bytes of a GPU's memory, as ``--gpu-memory`` takes it. Raises UsageError for a size that
+    cards are sold by, ``24GB``: each card's driver reports less, and the hint says how much.
     """
     sold = _SOLD.fullmatch(text)
     most_bytes = int(sold[1]) * GIB if sold else 0
@@ -220,7 +219,7 @@ def card_memory(text: str, read: Callable[[str], int] = parse_memory) -> int:
 
 
 def nameless(device_bytes: int) -> str:
-    """The name of GPUs of which nothing but the memory is known."""
+    """A name for GPUs of which only the memory is known."""
     return f"a GPU of {format_bytes(device_bytes)}"
 
 
@@ -273,7 +272,7 @@ def _counted(digits: str, text: str) -> int:
 
 
 def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
-    """The kind by the catalog's or a driver's name; raises UsageError for another memory."""
+    """The kind by the catalog's or a driver's name. UsageError: unknown, or of another memory."""
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     said = re.sub(r"[\s_-]+", " ", name.lower()).strip()
     found = kinds.get(name.lower()) or kind_of(name) or kind_by_number(name)
@@ -290,7 +289,7 @@ def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
     if found is None:
         near = _near(name)
         if near is not None:
-            _refuse_unfit(near)  # who types it so would be refused next
+            _refuse_unfit(near)  # or its name would be refused next
         raise UsageError(
             f"the catalog has no GPU {name!r}; `highwater gpus` lists those that it has",
             hint=_meant(near, asked, gpu_memory_bytes, name),
@@ -306,7 +305,7 @@ def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
 
 
 def _contradicting_size(name: str, kind: GpuKind) -> int | None:
-    """The size in GB that a name says and the kind that it names has not."""
+    """The size in GB that a name says and its kind has not; None: they agree."""
     matches = map(_SIZE.fullmatch, re.split(r"[\s-]+", name.lower()))
     said = (int(match[1]) for match in matches if match)
     own = (size for size in said if size not in kind.host_gigabytes)
@@ -321,7 +320,7 @@ def _has(kind: GpuKind, size: int) -> bool:
 
 
 def _near(name: str) -> GpuKind | None:
-    """The kind that an unlisted name may mean: of its number, between nearly the same letters."""
+    """The kind that an unlisted name may mean: of the same number and nearly the same letters."""
     typed = _numbered(name)
     if typed is None:
         return None
@@ -334,7 +333,7 @@ def _near(name: str) -> GpuKind | None:
 
 
 def kind_by_number(name: str) -> GpuKind | None:
-    """The kind that alone has this number of four digits: ``4090``."""
+    """The only kind whose name has this number of four digits: ``4090``; None: there is none."""
     having = [kind for kind in gpu_catalog() if re.search(rf"\b{re.escape(name)}\b", kind.name)]
     return having[0] if re.fullmatch(r"\d{4}", name) and len(having) == 1 else None
 
@@ -354,13 +353,13 @@ def _is_meant(kind: GpuKind, before: str, number: str, behind: str) -> bool:
 
 
 def _family(name: str) -> str:
-    """``h100``; of a name whose first word has no number, the whole."""
+    """``h100`` of ``H100-80GB``; the whole name, if its first word has no number."""
     first = name.lower().partition("-")[0]
     return first if any(letter.isdecimal() for letter in first) else name.lower()
 
 
 def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, name: str) -> str:
-    """A hint to type: the kind, or the memory where no kind is meant; ``name`` was typed."""
+    """A hint to type: the kind, or where none is meant the memory of what was typed, ``name``."""
     if gpu_memory_bytes is None and kind is not None and kind.usable_bytes is not None:
         alike = [each for each in gpu_catalog() if _family(each.name) == _family(name)] or [kind]
         named = (
@@ -375,8 +374,8 @@ def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, na
 
 
 def own_memory(name: str, gpus: str = "") -> str:
-    """A hint to type for a GPU whose memory no catalog has: never more than it has. A card of 48 GB
-    may have 48 x 10⁹ bytes; a driver tells where the name does not. ``gpus``: flags in front.
+    """A hint to type for a GPU whose memory no catalog has. A size in its name is taken as so many
+    10⁹ bytes, never more than it has; without one the driver tells. ``gpus``: flags in front.
     """
     said = _SAID_SIZE.search(name.lower())
     if said is None:
@@ -389,7 +388,7 @@ def own_memory(name: str, gpus: str = "") -> str:
 
 
 def _typed(gpus: int, kind: str | None, *, machines: int = 1) -> str:
-    """GPUs as ``--gpus`` takes them; of several machines with the most that divide them, or 8."""
+    """GPUs as ``--gpus`` takes them: too many for one machine on several, of 8 where that works."""
     if machines == 1 and gpus > MOST_GPUS_OF_A_MACHINE:
         usual = (8, *range(MOST_GPUS_OF_A_MACHINE, 0, -1))
         machines = gpus // next(own for own in usual if gpus % own == 0)

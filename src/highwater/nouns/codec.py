@@ -1,8 +1,8 @@
 """Records to JSON and back, one strict codec for every file and document; and the digest by which a
 question or a trial is known again, whatever settings are added later (docs/decisions/026).
 
-Files that a user names, or that are found on a disk: regular ones alone, with a bound. A pipe
-would be waited for without end, a device would fill the memory. And files that are written whole.
+Files are read only if they are regular, and up to a bound: a pipe would be waited for without end,
+a device would fill the memory. They are written whole or not at all.
 """
 
 import errno
@@ -92,16 +92,16 @@ _IN_EVERY_KEY: Mapping[str, frozenset[str]] = {
         ("memory_budget_bytes", "steps", "micro_batches", "seed", "data", "attention_depth")
     ),
 }
-"""Fields that are in a key at their defaults too, by record. They are those that were there when
-the first keys were written down. Nothing is ever added: a field that came later is in a key only
-where it says something else than its default, so that what was asked before it came is still the
-same question. For the same reason the default of a recorded field never changes."""
+"""Fields that are in a key even at their defaults, by record: those that were there when the first
+keys were written down. Nothing is ever added: a field that came later is in a key only where it
+differs from its default, so that what was asked before it came is still the same question. For the
+same reason the default of a recorded field never changes."""
 
 
 def key_of(value: msgspec.Struct, *, without: tuple[str, ...], blank: tuple[str, ...] = ()) -> str:
     """The digest of a record: equal records, equal keys, on any machine and in any later version.
-    Two kinds of fields, of this record or of any within it, are no part of its identity: those
-    ``without`` which keys were always made, and ``blank`` ones, which stand in every key as null.
+    Fields named in ``without`` or ``blank``, of this record or of any within it, are no part of its
+    identity: keys never had the first, and have null for the second.
     """
     return digest(_identified(value, without, blank))
 
@@ -129,17 +129,17 @@ def _is_default(own: Any, field: msgspec.structs.FieldInfo) -> bool:
 
 
 SETTINGS_BYTES = MIB
-"""Bytes of a file of settings or capacities, at the most; the published table has 12 KiB."""
+"""Most bytes of a file of settings or capacities; the published table has 12 KiB."""
 CONFIG_BYTES = 16 * MIB
-"""Bytes of a ``config.json``, or ``predict --json``, at the most; the largest have a few MiB."""
+"""Most bytes of a ``config.json``, or of ``predict --json``; the largest have a few MiB."""
 
 INDEX_BYTES = 1024 * MIB
-"""Bytes of a JSON document in a checkpoint or a corpus at the most: its manifest, its index, its
-state. An index of 100,000 pieces has about 20 MiB, a state of a million steps as much."""
+"""Most bytes of a JSON document in a checkpoint or a corpus: its manifest, its index, its state. An
+index of 100,000 pieces has about 20 MiB, a state of a million steps as much."""
 
 
 def record_in(path: Path, kind: type[T], *, called: str, what: str, hint: str) -> T:
-    """The JSON record in a user's file ``called`` so; UsageError for one that is not ``what``."""
+    """The JSON record in a user's file, which errors call ``called``; UsageError: not ``what``."""
     try:
         return from_json(read_file(path, most_bytes=CONFIG_BYTES), kind)
     except OSError as error:
@@ -150,7 +150,7 @@ def record_in(path: Path, kind: type[T], *, called: str, what: str, hint: str) -
 
 
 def read_file(path: Path, *, most_bytes: int) -> bytes:
-    """Content of a regular file of at most ``most_bytes``; OSError for any other, as a pipe."""
+    """The content of a regular file up to ``most_bytes``; OSError for any other, as a pipe."""
     content = bytearray()
     with open_regular(path) as file:
         # in pieces: to read up to a bound at once takes memory for all of it
@@ -175,7 +175,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def refuse_irregular(descriptor: int, path: Path) -> None:
-    """Raise OSError for what was opened and is no regular file."""
+    """Raise OSError if an opened file is not a regular one."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -184,8 +184,8 @@ def refuse_irregular(descriptor: int, path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes, *, durably: bool = False) -> None:
-    """Write a file whole, or not at all, whoever else writes the same; ``durably``: onto the disk,
-    with its name, by one process at a time, which writes over what a killed one left.
+    """Write a file whole, or not at all, while others may write the same; ``durably``: synced to
+    the disk, with its name, by one process at a time, which overwrites what a killed one left.
     """
     writer = "" if durably else f".{os.getpid()}"
     partial = path.with_name(f"{path.name}{writer}.partial")

@@ -18,7 +18,7 @@ def host_memory_bytes() -> int:
 
 
 def kernel_kills(proc: Path = Path("/proc/self")) -> int:
-    """Kills of this control group so far; 0 where nobody counts them and none can be proven."""
+    """Processes of this group that the kernel killed for want of memory; 0 if none is counted."""
     for path in counters(proc):
         try:
             lines = path.read_text().splitlines()
@@ -31,7 +31,7 @@ def kernel_kills(proc: Path = Path("/proc/self")) -> int:
 
 
 def memory_limit(proc: Path = Path("/proc/self")) -> int | None:
-    """Bytes that this control group may take, and those that it is in; None without a limit."""
+    """The lowest limit, in bytes, of this control group and of those above it; None: no limit."""
     limits: list[int] = []
     for path in counters(proc):
         name = "memory.max" if path.name == "memory.events" else "memory.limit_in_bytes"
@@ -66,7 +66,7 @@ def counters(proc: Path = Path("/proc/self")) -> list[Path]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a file whose names may be of any bytes."""
+    """The non-empty lines of a file, whose names may be any bytes."""
     return [line for line in path.read_text(errors="surrogateescape").split("\n") if line]
 
 

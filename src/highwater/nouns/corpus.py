@@ -1,4 +1,4 @@
-"""Corpora: what is tokenised once, for training and for evaluation, and what came of it.
+"""Corpora: documents that are tokenised once, for training and for evaluation.
 
 A CorpusOrder goes to one process of the data plane; a Corpus, a folder of flat files, comes back.
 
@@ -38,25 +38,25 @@ def whole_paths(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 class CorpusOrder(Record, frozen=True, kw_only=True):
-    """Order to tokenise documents; everything that the tokens may depend on."""
+    """A request to tokenise documents, with all that the tokens may depend on."""
 
     data: tuple[str, ...]
     """Absolute paths: files of JSON lines, Parquet or text, their folders, or saved datasets."""
     objective: Objective
     length_tokens: int
-    """The longest document that is trained."""
+    """Tokens of the longest document that is trained."""
     tokenizer: str | None = None
     """Absolute path of a directory with a tokenizer; None: bytes are tokens."""
     vocab_size: int
     """Tokens that the model knows; ids are below."""
     long_documents: LongDocuments = "truncate"
-    """Fate of a document of more tokens: its beginning, all of it in pieces, or nothing is kept."""
+    """Part of a longer document that is kept: its beginning, all of it in pieces, or nothing."""
     trained: TrainedTokens = "responses"
     """Tokens that are trained: the responses, if a document has prompts; ``all``: every token."""
     reward: str | None = None
     """``module:function`` that gives a response's reward to a prompt; None: the data has it."""
     lengths_alone: bool = False
-    """Nothing is trained: without a tokenizer messages have the bytes of what is said in them."""
+    """True if only lengths are asked for: without a tokenizer, bytes of what messages say count."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for what cannot be."""
@@ -81,24 +81,24 @@ class CorpusOrder(Record, frozen=True, kw_only=True):
 
 
 class Corpus(Record, frozen=True, kw_only=True):
-    """A tokenised corpus, as its folder says."""
+    """A tokenised corpus, as its folder describes it."""
 
     directory: str
     """Absolute path of its folder."""
     digest: str
-    """Digest of the data's bytes, the tokenizer's and the order: it names the content."""
+    """Digest of the bytes of data and tokenizer, and of the order: it names the content."""
     objective: Objective
     length_tokens: int
     documents: int
-    """Sequences that are trained: of a pair two, of a document in pieces its pieces."""
+    """Sequences that are trained: a pair counts as two, a document in pieces as its pieces."""
     units: int
-    """Unit that a step has all of or nothing: a document, a pair, a group of rollouts."""
+    """Units that a step has whole or not at all: documents, pairs, or groups of rollouts."""
     tokens: int
     trained_tokens: int
     longest_tokens: int
     """Tokens of the longest document as it is trained."""
     lengths: tuple[tuple[int, int], ...] = ()
-    """A histogram: an upper bound in tokens, a power of two, and how many documents end there."""
+    """A histogram: upper bounds in tokens, powers of two, each with its number of documents."""
     truncated: int = 0
     """Documents whose end is not trained."""
     truncated_tokens: int = 0
@@ -109,7 +109,7 @@ class Corpus(Record, frozen=True, kw_only=True):
     tokenizer: str = "bytes"
     """Name of the tokenizer's class, or ``bytes``."""
     notes: tuple[str, ...] = ()
-    """Notes on it for its user, in sentences."""
+    """Notes for the user, in sentences."""
 
 
 NOT_MONOTONE = (
@@ -151,11 +151,11 @@ _RANGES: Mapping[Device, _PieceRange] = {
     "cpu": _PieceRange(768, 1535, 1),
 }
 _MOST_PADDING = 0.005
-"""Share by which rounded pieces may take larger buffers than the rounded whole."""
+"""Share by which the rounded buffers of pieces may exceed those of the whole."""
 
 
 def pieces(tokens: int, device: Device) -> int | None:
-    """Equal pieces to cut these tokens into; 1: few enough to stay whole, None: they cannot be."""
+    """Equal pieces to cut these tokens into; 1: they are few, and stay whole; None: none works."""
     shortest, longest, block = _RANGES[device]
     if tokens <= longest:
         return 1
@@ -176,9 +176,9 @@ _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
     *("tekken.json", "tiktoken.model"),
 )
-"""Files of which every tokenizer has one."""
+"""Names of files, of which each tokenizer has at least one."""
 _MADE_AS = 1
-"""Counted up where the same order makes another directory."""
+"""Version of what is made, raised when the same order makes another directory."""
 
 
 class MissingFiles(NamedTuple):
@@ -204,13 +204,13 @@ def missing_files(directory: Path) -> MissingFiles:
 
 
 def prepared_name(source: Path, seed: int, missing: MissingFiles) -> str:
-    """The name of the made directory: another one for other files, wherever they lie."""
+    """The name of the directory that is made, which differs with the files, seed and version."""
     files = {
         path.name: (path.stat().st_size, path.stat().st_mtime_ns)
         for path in source.iterdir()
         if path.is_file()
     }
-    files["config.json"] = (0, 0)  # by what is in it
+    files["config.json"] = (0, 0)  # its content is in the digest
     made = [
         _MADE_AS,
         seed,
@@ -222,7 +222,7 @@ def prepared_name(source: Path, seed: int, missing: MissingFiles) -> str:
 
 
 class DocumentOrder(Record, frozen=True, kw_only=True):
-    """Documents that are to be written."""
+    """Documents to write for another trainer."""
 
     path: str
     """Absolute path of the file of documents, JSON a line."""
@@ -241,14 +241,14 @@ class PreparationOrder(Record, frozen=True, kw_only=True):
     model_directory: str
     """Absolute path of the user's directory, or the catalog's: it has ``config.json`` at least."""
     cache_directory: str
-    """Absolute path below which a directory is kept that has what is missing there."""
+    """Absolute path of a cache; a directory in it gets what the model's directory lacks."""
     documents: DocumentOrder | None = None
     """None: the trainer has its own."""
     seed: int = 0
 
 
 class Prepared(Record, frozen=True, kw_only=True):
-    """The result of a preparation."""
+    """Result of a preparation."""
 
     model_directory: str
     """The directory to train from: the order's, or one in the cache."""

@@ -1,8 +1,8 @@
-"""The declaration of a setting, which stands at its field: what the value is, which commands take
-it, its help, its label. Parser, completion, schema, labels and refusals are written from it. Beside
-it: how its name is spelled as a flag, a key of a file or a keyword, and how a value is refused.
+"""The declaration of a setting, at its field: its value, the commands that take it, its help and
+its label. Parser, completion, schema, labels and refusals are made from it. Beside it: how a
+setting is spelled as a flag, a key of a file or a keyword, and how a value is refused.
 
-Bounds: the most of each count that is read, far above what anybody trains. Counts are listed,
+Bounds: the largest counts that are read, far above what anybody trains. Counts are listed,
 multiplied and drawn: without a bound one number too long takes all memory, or never ends.
 """
 
@@ -19,47 +19,47 @@ from highwater.nouns.codec import Record, packaged
 
 T = TypeVar("T")
 ALIKE = 0.75
-"""Similarity (0 to 1) from which a word or a name is offered for another: less is another one."""
+"""Least similarity (0 to 1) of a word or name to another that is offered for it."""
 REQUIRED: Any = msgspec.NODEFAULT
 """The default of a setting that has to be named."""
 
 CommandName = Literal["find", "try", "predict", "recommend", "emit", "train"]
 """Commands that take settings of a request."""
 Topic = Literal["model", "trial", "lengths", "search", "machines", "optimizer", "objective"]
-"""Topic of a setting: a heading of a help has those of one topic, or of several."""
+"""Topic of a setting: a heading of a help has the settings of one topic, or of several."""
 
-TRIED: tuple[CommandName, ...] = ("find", "try")
-"""Commands that run trials, for settings that no prediction depends on, and for ``gpus`` and
-``memory``, in the place of which predictions have flags of their own."""
+TRIAL_COMMANDS: tuple[CommandName, ...] = ("find", "try")
+"""Commands that run trials: for settings on which no prediction depends, and for ``gpus`` and
+``memory``, for which predictions have flags of their own."""
 TRAINED: tuple[CommandName, ...] = ("find", "try", "train")
-"""The same, where a whole training has them too."""
-PREDICTED: tuple[CommandName, ...] = ("find", "try", "predict")
+"""The same, and the command that trains."""
+PREDICTING_COMMANDS: tuple[CommandName, ...] = ("find", "try", "predict")
 PAPER: tuple[CommandName, ...] = ("predict", "recommend", "emit")
-"""Commands about what is known on paper alone, and no trial has."""
+"""Commands that only predict, for settings that no trial has."""
 IN_A_STEP: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit")
-"""All that are about a trial's step; a training has settings of its own."""
+"""Commands about a trial's step; a training has settings of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """The kind of a value that is none of a fixed list."""
+    """A kind of value, for settings whose values are not a fixed list."""
 
     expected: str
-    """The kind of value in words, for who typed something else."""
+    """The kind in words, for an error."""
     metavar: str | None
     """Placeholder for the value in a help; None for a switch."""
     example: Any
     """A value that works, for a hint; None where the setting's default works."""
     _: KW_ONLY
     is_list: bool = False
-    """True if the value is a list, which may be given as its only element."""
+    """True if the value is a list, for which its only element may stand."""
     stands_alone: bool = False
-    """True if a flag without a value says true."""
+    """True if the flag without a value means true."""
 
     def __call__(
         self, default: T, help_: str, commands: str | tuple[str, ...] = (), **more: Any
     ) -> T:
-        """Declare a setting of this kind; the rest is as ``setting`` has it."""
+        """Declare a setting of this kind; arguments as for ``setting``."""
         return setting(default, help_, self, commands=commands, **more)
 
 
@@ -92,55 +92,55 @@ class Setting:
     help: str
     """One line, for ``--help`` and for the schema of configuration files."""
     kind: ValueKind | None = None
-    """Kind of the value; None: one of a fixed list, which is the type of the setting's field."""
+    """Kind of the value; None: one of a fixed list, the ``Literal`` that is its field's type."""
     _: KW_ONLY
     name: str = ""
-    """Field of ``Request``, key of a file, keyword; with dashes the flag. Empty: its own name."""
+    """Name in ``Request``, in a file and as a keyword; with dashes the flag. Empty: the field's."""
     topic: str = "trial"
     """A ``Topic`` of a request's settings, or a heading of the help."""
     commands: tuple[str, ...] = (*IN_A_STEP, "train")
     """Commands that take the setting."""
     metavar: str | None = None
-    """Placeholder in the place of the kind's; None: the kind's."""
+    """Placeholder for the value in a help; None: the kind's."""
     example: Any = None
-    """Example in the place of the kind's; None: the kind's."""
-    rung_field: str = ""
-    """The field of ``Settings`` that it sets, or the property of ``Request`` that reads a text with
-    a unit, ``memory_bytes``. Empty: the field where it stands."""
+    """A value that works, for a hint; None: the kind's."""
+    sets: str = ""
+    """Name of what it sets: a field of ``Settings``, a property of ``Request`` that parses it
+    (``memory_bytes``), or a name in argparse's namespace. Empty: the field where it stands."""
     typed: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
-    """The value that names a rung's, by the rung's, where it is another one."""
+    """Values as a user types them, where they differ: ``{True: 2}`` for ``--micro-batches``."""
     helps: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Commands to which it is something else, with the line that their help has."""
+    """Its help by command, for commands to which it is something else."""
     defaults: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The default in words, by command, for commands whose default is not the field's."""
+    """The default in words, by command, where it is not the field's."""
     labels: Mapping[Any, str] = field(default_factory=dict[Any, str])
-    """A value's part of a rung's label, by the value."""
+    """The part of a rung's label for each value that has one."""
     other_label: str = ""
-    """The part of a rung's label for every other value, which ``{}`` stands for."""
+    """The part of a rung's label for any other value, for which ``{}`` stands."""
     told: Mapping[Any, tuple[str, str]] = field(default_factory=dict[Any, tuple[str, str]])
-    """A value in a column and at a sentence's end, for values that a label is too short for; under
-    ``...`` any value that has a label, as ``{}``."""
+    """A value's words in a table and at a sentence's end, where its label is too short; under
+    ``...`` those for any value with a label, for which ``{}`` stands."""
     says_what: bool = False
-    """True if it says what is trained; else how, or where."""
+    """True if it says what is trained; False: how, or where."""
     moves_loss: bool = False
-    """True if the loss of a training's steps depends on it."""
+    """True if a training's loss depends on it."""
     range: Any = None
-    """Bounds of a number (nouns/hyperparameters.py); None: nothing is bounded here."""
+    """Bounds of a number, a ``NumberRange`` (nouns/hyperparameters.py); None: none are set here."""
     part: Any = None
-    """The part of the loss that a number belongs to (nouns/hyperparameters.py); None: none."""
+    """The ``LossPart`` that a number belongs to (nouns/hyperparameters.py); None: none."""
     any_other: str = ""
-    """The choice that stands for what has no name among the choices."""
+    """The choice for everything that has no choice of its own."""
     short: str = ""
     """Another spelling of the flag: ``-o``."""
-    place: str = ""
-    """It is no flag but a word of the command, so many of them: ``?``, ``*`` or ``1``."""
+    nargs: str = ""
+    """Number of words, if it is positional and no flag: ``?``, ``*``, ``+`` or ``1``."""
     read: Callable[[str], Any] | None = None
-    """Reads what is typed, in the place of the type."""
+    """Reads what is typed; None: the type does."""
     type: Any = None
     default: Any = None
     """Type and default of the field."""
     choices: tuple[str, ...] = ()
-    """The values, where they are of a fixed list; for another kind those that are words."""
+    """The values of a fixed list, or the words among the values of another kind."""
 
     @property
     def flag(self) -> str:
@@ -154,20 +154,20 @@ class Setting:
 
     @property
     def is_list(self) -> bool:
-        """True if the value is a list, which may be given as its only element."""
+        """True if the value is a list, for which its only element may stand."""
         return self.kind is not None and self.kind.is_list
 
     @property
     def stands_alone(self) -> bool:
-        """True if its flag may have a value, and without one says true."""
+        """True if its flag may have a value, and without one means true."""
         return self.kind is not None and self.kind.stands_alone
 
     def typed_for(self, value: Any) -> Any:
-        """The value that a user names for this one of a rung."""
+        """The value that a user types for this value of a rung."""
         return self.typed.get(value, value)
 
     def label_of(self, value: Any) -> str:
-        """The part of a rung's label for this value; empty where a label says nothing of it."""
+        """The part of a rung's label for this value; empty: the label leaves it out."""
         if value == self.default:
             return ""
         return self.labels[value] if value in self.labels else self.other_label.format(value)
@@ -181,8 +181,8 @@ def setting(
     commands: str | tuple[str, ...] = (),
     **more: Any,
 ) -> T:
-    """The default of a field of a ``DeclaredRecord``, and what ``Setting`` says of it;
-    ``commands``: those that take it, ``find try``, if not all.
+    """Declare a field of a ``DeclaredRecord``: its default, and the fields of ``Setting``.
+    ``commands``: those that take it, ``find try``, if not the usual ones.
     """
     named = tuple(commands.split()) if isinstance(commands, str) else commands
     more |= {"commands": named} if named else {}
@@ -190,7 +190,7 @@ def setting(
 
 
 class _Declaring(msgspec.StructMeta):
-    """Leaves the defaults of the fields where ``setting`` stood."""
+    """Replace declarations by their defaults, and collect them in ``declared``."""
 
     def __new__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
@@ -204,7 +204,7 @@ class _Declaring(msgspec.StructMeta):
             replace(
                 rows[each.name],
                 name=rows[each.name].name or each.name,
-                rung_field=rows[each.name].rung_field or each.name,
+                sets=rows[each.name].sets or each.name,
                 type=each.type,
                 choices=choices_of(each.type),
             )
@@ -218,11 +218,11 @@ class DeclaredRecord(Record, frozen=True, kw_only=True, metaclass=_Declaring):
     """Base of nouns whose fields are settings."""
 
     declared: ClassVar[tuple[Setting, ...]]
-    """The settings that stand at the fields of the noun, without those of its bases."""
+    """The settings of the class's own fields, without those of its bases."""
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
-    """The values that a type lists, as they are typed."""
+    """The values that a type lists, as texts."""
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     return tuple(dict.fromkeys(name for inner in get_args(kind) for name in choices_of(inner)))
@@ -234,7 +234,7 @@ def flag_of(name: str) -> str:
 
 
 def words_of(values: Mapping[str, object]) -> list[str]:
-    """The words that set these fields, as they are typed."""
+    """The words to type that set these fields: each flag, and its value."""
     words: list[str] = []
     for name, value in values.items():
         words.append(flag_of(name))
@@ -244,7 +244,7 @@ def words_of(values: Mapping[str, object]) -> list[str]:
 
 
 class RefusedError(UsageError):
-    """A refused value; ``{}`` in the hint is the setting with ``example``, as one spells it."""
+    """A refused value; ``{}`` in the hint stands for the setting with ``example``, as spelled."""
 
     def __init__(self, name: str, problem: str, *, hint: str, example: Any = None) -> None:
         super().__init__(problem, hint=hint)
@@ -254,20 +254,20 @@ class RefusedError(UsageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """The way settings are given: typed as flags, written in a file, or passed from Python."""
+    """A way to give settings: typed as flags, written in a file, or passed from Python."""
 
     setting: Callable[[str, Any], str]
-    """A setting with a value."""
+    """Spells a setting with a value."""
     where: str = ""
     """Text before a problem: the file."""
     is_typed: bool = False
 
     def name(self, setting: str) -> str:
-        """A setting without a value."""
+        """Spell a setting without a value."""
         return flag_of(setting) if self.is_typed else setting
 
     def refused(self, error: RefusedError) -> UsageError:
-        """The refusal as it is told: with the setting's name, which a command line has anyway."""
+        """The refusal in this spelling: it names the setting, as a typed flag does anyway."""
         is_named = self.is_typed or error.problem.startswith(error.name)
         problem = error.problem if is_named else f"{error.name}: {error.problem}"
         hint = error.hint.replace("{}", self.setting(error.name, error.example))
@@ -275,7 +275,7 @@ class Spelling:
 
 
 def in_file(path: str) -> Spelling:
-    """The keys of a configuration file."""
+    """The spelling of a configuration file's keys."""
     return Spelling(
         setting=lambda name, value: f"{name}: {'true' if value is True else value}",
         where=f"{path}: ",
@@ -283,15 +283,15 @@ def in_file(path: str) -> Spelling:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that was probably meant; None where none is like it."""
+    """The known name that was probably meant; None: none is like it."""
     return next(iter(get_close_matches(name, known, n=1, cutoff=ALIKE)), None)
 
 
 def word_hint(
     name: str, value: str, words: Sequence[str], *, typed: Callable[[str], str], listed: str
 ) -> str:
-    """The hint for a value of setting ``name`` that is none of ``words``: the one that was meant,
-    as ``typed`` spells it, or what is said of a word of others; else ``listed``, what lists them.
+    """The hint for a value of setting ``name`` that is none of ``words``: the word that was meant,
+    as ``typed`` spells it, or a sentence about another trainer's word; else ``listed``.
     """
     meant = meant_word(name, value, words)
     if meant is None:
@@ -307,7 +307,7 @@ def meant_word(name: str, value: str, words: Sequence[str]) -> str | None:
 
 @cache
 def foreign_values() -> Mapping[str, Mapping[str, str]]:
-    """What others call the values of a setting, each with our word, or a sentence about it."""
+    """Other trainers' values of each setting, each with our word, or a sentence about it."""
     return packaged("nouns/catalog/foreign_values.json", dict[str, dict[str, str]])
 
 
@@ -323,18 +323,18 @@ KEYWORDS = Spelling(setting=lambda name, value: f"{name}={value!r}")
 
 
 MOST_GPUS = 65_536
-"""GPUs of one trial. The largest published jobs had 16,384 (Llama 3 405B) to 24,576."""
+"""Most GPUs of one trial. The largest published jobs had 16,384 (Llama 3 405B) to 24,576."""
 MOST_GPUS_OF_A_MACHINE = 16
-"""GPUs of one machine at the most."""
+"""Most GPUs of one machine."""
 MOST_GPUS_PREDICTED = 1_024
-"""GPUs that one prediction is about: copies of what some machines hold."""
+"""Most GPUs of one prediction: copies of what some machines hold."""
 MOST_NAMED = 256
-"""Numbers of GPUs, or degrees, that one search names."""
+"""Most numbers of GPUs, or degrees, that one search names."""
 MOST_LENGTHS = 1 << 20
-"""Lengths of one grid: every token up to 1,048,576."""
+"""Most lengths of one grid: every token up to 1,048,576."""
 MOST_SEQUENCES = 1 << 20
-"""Sequences of a micro-batch, and tiles of an MLP: as a micro-batch of that many tokens has."""
+"""Most sequences of a micro-batch, and tiles of an MLP: one for each of so many tokens."""
 MOST_STEPS = 1_000_000
-"""Steps of a trial, and micro-batches of a step."""
+"""Most steps of a trial, and micro-batches of a step."""
 MOST_REPEATS = 1_000
-"""Repeats that confirm an edge."""
+"""Most repeats that confirm an edge."""

@@ -1,8 +1,7 @@
 """Environment: the variables that set the mode of PyTorch's caching allocator and tell a rank where
-to meet the others, and what a search ran on and with, by an allow-list.
+to meet the others; and a record of what a search ran on and with, by an allow-list.
 
-Profiling: which steps and ranks of a trial record their memory, and how their files are
-called.
+Profiling: which steps and ranks of a trial record their memory, and the names of their files.
 """
 
 import re
@@ -16,7 +15,7 @@ from highwater.nouns.layout import Device, Layout
 from highwater.nouns.settings import Allocator
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The variable's name, and the one that PyTorch before 2.9 reads: both are set, alike."""
+"""The variable, and its name before PyTorch 2.9: both are set, to the same value."""
 ALLOCATOR_MODES: dict[Allocator, str] = {
     "native": "expandable_segments:False",
     "expandable": "expandable_segments:True",
@@ -32,7 +31,7 @@ def allocator_environment(allocator: Allocator) -> dict[str, str]:
 
 
 def allocator_options(environment: Mapping[str, str]) -> list[str]:
-    """Allocator options of the environment, ``max_split_size_mb:64``; brackets keep commas."""
+    """Allocator options of the environment, ``max_split_size_mb:64``; split not within brackets."""
     named = next(
         (environment[name] for name in reversed(ALLOCATOR_VARIABLES) if name in environment), ""
     )
@@ -42,7 +41,7 @@ def allocator_options(environment: Mapping[str, str]) -> list[str]:
 def ignored_options(
     environment: Mapping[str, str], device: Device, *, reads_mode: bool = False
 ) -> tuple[str, ...]:
-    """Name what the environment asks of the allocator and no trial gets, its mode too or not."""
+    """A note on allocator options that no trial gets; ``reads_mode``: on GPUs it gets the mode."""
     reads_mode = reads_mode and device == "cuda"
     ignored = [
         option
@@ -61,7 +60,7 @@ def ignored_options(
 
 STORE_VARIABLE = "HIGHWATER_STORE"
 """Path of the file through which the ranks of one trial meet: new for every trial, in a folder that
-only its user can read; nobody listens on a port for it (docs/decisions/027)."""
+only its user can read. No port is opened for it (docs/decisions/027)."""
 
 
 RECORDED_VARIABLES = (
@@ -86,20 +85,20 @@ class Environment(Record, frozen=True, kw_only=True):
     cpu_cores: int
     host_memory_total_bytes: int
     variables: dict[str, str]
-    """Variables as the shell had them; trials are given an allocator by their rung."""
+    """Variables as the shell had them; a trial's rung decides its allocator."""
 
 
 SETTING = "memory_profiler"
-"""Name of the setting."""
+"""Name of the setting of a request."""
 SNAPSHOTS = "memory_snapshots"
 """Folder of the snapshots of a launch, beside its log."""
 MOST_ENTRIES = 10_000_000
-"""Events that a rank keeps at the most, at several KB each."""
+"""Most events that a rank keeps, at several KB each."""
 _STEPS = re.compile(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*")
 
 
 class Profiling(Record, frozen=True, kw_only=True):
-    """What ``memory_profiler`` says: the steps and ranks that write a snapshot of their memory."""
+    """The setting ``memory_profiler``: the steps and ranks that write a snapshot of memory."""
 
     profile_steps: tuple[int, ...] = (0, 1)
     """Optimizer steps, the first is 0."""
@@ -128,7 +127,7 @@ class Profiling(Record, frozen=True, kw_only=True):
 
 
 class SnapshotOrder(Record, frozen=True, kw_only=True):
-    """Order for the snapshots of one launch of a trial: their place, and which they are."""
+    """Snapshots that one launch of a trial shall write: where, and which."""
 
     directory: str
     """Absolute path of a folder for this launch alone: ``LOG/memory_snapshots``."""
@@ -151,7 +150,7 @@ def snapshot_name(rank: int, place: str = "") -> str:
 
 
 def loose_profiling(value: object) -> object:
-    """The value that ``0,1`` stands for; everything else as it is."""
+    """The value that ``0,1`` or a number stands for; any other value as it is."""
     if type(value) is int:
         return {"profile_steps": [value]}
     if isinstance(value, str) and _STEPS.fullmatch(value):
@@ -160,7 +159,7 @@ def loose_profiling(value: object) -> object:
 
 
 def refuse_absent_ranks(profiling: Profiling, *, gpus: int) -> None:
-    """Raise UsageError for a rank that no trial has; ``gpus``: of the largest layout."""
+    """Raise UsageError for a rank that no trial has; ``gpus``: those of the largest layout."""
     named = () if profiling.ranks == "all" else profiling.ranks
     absent = [rank for rank in named if rank >= gpus]
     if absent:
@@ -174,7 +173,7 @@ def refuse_absent_ranks(profiling: Profiling, *, gpus: int) -> None:
 def refuse_profiling(
     profiling: Profiling | None, *, device: str, is_dry: bool = False, steps: int | None = None
 ) -> None:
-    """Refuse snapshots without a history, or of no step of these ``steps``; None: unknown."""
+    """Raise UsageError for snapshots on the CPU or in a dry run, or past ``steps`` (None: any)."""
     if profiling is None:
         return
     if is_dry or device == "cpu":

@@ -1,5 +1,5 @@
 """Events: what one rank's step allocates and frees on its device, in order; written by the tracer,
-replayed by the prediction. And the bytes that PyTorch's sums over rows take for themselves.
+replayed by the prediction. And the scratch bytes of PyTorch's sums over rows.
 """
 
 from typing import Literal, NamedTuple
@@ -15,20 +15,20 @@ RESIDENT_THREADS = 132 * 2048
 """Threads that an H200, or an H100, runs at once."""
 _THREADS, _WARP = 512, 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
-"""Values that a thread adds up: fewest if blocks share a column, fewest to make them share it."""
+"""Values that a thread adds up: fewest where blocks share a column, and from how many they do."""
 
 
 class ColumnSums(NamedTuple):
-    """Bytes that one sum takes for itself."""
+    """Scratch bytes of one sum."""
 
     partial_bytes: int = 0
-    """For each column, each block that shares it: as many float32 numbers as it has columns."""
+    """Float32 numbers: for each column and block that shares it, as many as a block has columns."""
     semaphore_bytes: int = 0
-    """One for each group of blocks with the same columns."""
+    """Four for each group of blocks with the same columns."""
 
 
 def column_sums(rows: int, columns: int, *, resident_threads: int) -> ColumnSums:
-    """Bytes that sums of this many columns take for themselves; none where no column is shared.
+    """Scratch bytes of sums of this many columns; none where no column is shared by blocks.
     ``resident_threads``: how many the GPU runs at once. Source: ``setReduceConfig`` in
     ATen/native/cuda/Reduce.cuh; equal to what H200s recorded of 128 to 5,120 columns and 16,384 to
     655,360 rows (docs/results/lab/trinity_trials.json).
@@ -55,7 +55,7 @@ def _power_of_two(number: int) -> int:
 
 
 class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="a"):
-    """Bytes are asked for."""
+    """Event: bytes are allocated."""
 
     id: int
     bytes: int
@@ -67,43 +67,43 @@ class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="a"):
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag="f"):
-    """The bytes of an allocation are given back."""
+    """Event: the bytes of an allocation are freed."""
 
     id: int
 
 
 class GiveBack(msgspec.Struct, frozen=True, array_like=True, tag="g"):
-    """Bytes are given back that another stream still uses; a ``Free`` follows on the GPU's end."""
+    """Event: bytes are given back that another stream still uses; a ``Free`` follows its end."""
 
     id: int
 
 
 class Enter(msgspec.Struct, frozen=True, array_like=True, tag="p"):
-    """A phase of the trial begins."""
+    """Event: a phase of the trial begins."""
 
     phase: str
 
 
 class ReleaseCached(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """The allocator is told to give back what is cached, as ``torch.cuda.empty_cache`` does."""
+    """Event: the allocator releases what is cached, as ``torch.cuda.empty_cache`` does."""
 
 
 TraceEvent = Allocate | Free | GiveBack | Enter | ReleaseCached
 
 
 class TraceOrder(Record, frozen=True, kw_only=True):
-    """Order for the tracer."""
+    """A step for the tracer to trace."""
 
     spec: TrialSpec
     rank: int = 0
     """The rank whose events are traced."""
     kernel: Kernel = "cudnn"
-    """The attention of the GPUs that are meant."""
+    """The fused attention of the GPUs that are meant."""
     trainer: TrainerName = OURS
     """The trainer whose step is traced."""
     resident_threads: int = RESIDENT_THREADS
     """Threads that a GPU of the kind that is meant runs at once: multiprocessors x threads of each.
-    An H200's, whatever GPU our own step is traced for; an A100 has 108 x 2,048, and sums over
+    Our own step is traced with an H200's for any GPU; an A100 has 108 x 2,048, and its sums over
     tokens take so much less."""
 
 
@@ -114,10 +114,10 @@ class EventLog(Record, frozen=True, kw_only=True):
     source: Literal["traced", "recorded"]
     versions: dict[str, str]
     operators: tuple[str, ...]
-    """Names of the operators that allocate, by the index that events name."""
+    """Names of the operators that allocate; events name their index."""
     modules: tuple[str, ...] = ("",)
-    """Names of modules of the model, by the index that events name: the innermost one whose forward
-    pass, or recomputation, was running; empty for none."""
+    """Names of the model's modules; events name the index of the innermost one whose forward pass,
+    or recomputation, was running; the empty name stands for none."""
     events: tuple[TraceEvent, ...]
     host_bytes: int = 0
-    """Bytes of activations in host memory, at most."""
+    """Most bytes of activations in host memory at once."""

@@ -1,7 +1,7 @@
-"""Requests for foreign trainers: what a request says of one, checked and made into the noun.
+"""Requests for foreign trainers: what a request says of one, checked and made a ``ForeignTrainer``.
 
 The words of a command are split as a POSIX shell splits them, and no shell runs them. ``{length}``
-and the others of ``PLACEHOLDERS`` stand for the trial's values; ``{{`` and ``}}`` are braces.
+and the other ``PLACEHOLDERS`` stand for the trial's values; ``{{`` and ``}}`` are braces.
 ``--trainer accelerate`` takes a script and its words, or the whole ``accelerate launch``.
 """
 
@@ -29,8 +29,8 @@ EXAMPLE = "python train.py --max-len {length} --steps {steps}"
 def split_command(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
     """The words of a command, checked; ``example`` is what hints show.
 
-    Raises UsageError for quotes that do not end, for no word, for a placeholder that nobody knows,
-    and where no word has the length.
+    Raises UsageError for quotes that do not end, for no word, for an unknown placeholder, and where
+    no word has the length.
     """
     words = split_words(text, example=example)
     shown = hidden_words(words)
@@ -80,7 +80,7 @@ def placeholders_of(words: tuple[str, ...]) -> frozenset[str]:
 def filled_command(
     words: tuple[str, ...], spec: TrialSpec, output: Path, *, model: Path | None = None
 ) -> tuple[str, ...]:
-    """The words with their placeholders filled; ``model``: where it is not the trial's own."""
+    """The words with placeholders filled; ``model``: its directory, if not the trial's own."""
     values = {
         "length": spec.length_tokens,
         "gpus": spec.layout.gpus,
@@ -99,7 +99,7 @@ def filled_command(
 
 
 def _named(word: str, shown: str) -> Iterator[str]:
-    """The names in a word's braces, each alone; ``shown``: the word as an error quotes it."""
+    """The placeholders in a word; UsageError for other braces, which quotes it as ``shown``."""
     try:
         for _, name, form, conversion in Formatter().parse(word):
             if name is None:
@@ -123,7 +123,7 @@ _OTHER_LAUNCHERS = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate-launc
 
 
 class LaunchedCommand(NamedTuple):
-    """The command that accelerate starts, and which accelerate."""
+    """A command for accelerate to start, and the program of that accelerate."""
 
     program: str
     words: tuple[str, ...]
@@ -137,7 +137,7 @@ class LaunchedCommand(NamedTuple):
 
 
 def launched_command(words: tuple[str, ...]) -> LaunchedCommand:
-    """A command taken apart; UsageError for another launcher, accelerate's flags, or nothing."""
+    """Take a command apart; UsageError for another launcher, accelerate's own flags, or nothing."""
     program, rest = LAUNCHER, words
     if Path(words[0]).name == LAUNCHER:
         program, rest = words[0], words[1:]
@@ -166,7 +166,7 @@ _MEANT: Mapping[str, ForeignName] = {
     "trainer_config": "trl",
     "done_pattern": "command",
 }
-"""Fields of a request that say something of a foreign trainer alone, and which one is meant."""
+"""Fields of a request that only foreign trainers read, and the trainer that each suggests."""
 _SEVERAL = ("gpus", "ulysses", "ring", "copies")
 """Settings of which a search may name several values."""
 
@@ -206,9 +206,9 @@ def foreign_of(request: Request) -> ForeignTrainer | None:
 
 
 def base_config(foreign: ForeignTrainer) -> bytes | None:
-    """The user's own configuration, as it was when it was asked about; None where there is none.
+    """Content of the user's own configuration; None where there is none.
 
-    Raises UsageError for one that has changed since: its trials would not be the question's.
+    Raises UsageError if it has changed since it was asked about: that is another question.
     """
     if foreign.base_config_path is None:
         return None
@@ -246,7 +246,7 @@ def _digest(content: bytes) -> str:
 
 
 def command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
-    """The words of the request's command, or of its program; empty for the usual one."""
+    """The words of the request's command, or of its program; empty: the trainer's usual one."""
     if not FOREIGN[trainer].is_typed:
         return () if request.command is None else split_words(request.command)
     example = LAUNCHED_EXAMPLE if FOREIGN[trainer].is_launched else EXAMPLE
@@ -256,7 +256,7 @@ def command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
         )
     words = split_command(request.command, example=example)
     if FOREIGN[trainer].is_launched:
-        launched_command(words)  # raises for what it does not launch
+        launched_command(words)  # raises for what accelerate cannot launch
         return words
     has = placeholders_of(words)
     for name in _SEVERAL:
@@ -270,7 +270,7 @@ def command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
 
 
 def program_of(request: Request) -> str | None:
-    """The program that a request's command starts, or that launches it; None: it names none."""
+    """The program that a request's command starts, or that launches it; None: there is none."""
     trainer = foreign_name(request.trainer)
     if trainer is None or request.command is None:
         return None
@@ -281,7 +281,7 @@ def program_of(request: Request) -> str | None:
 
 
 def with_one_count(request: Request, foreign: ForeignTrainer) -> Request:
-    """The request of a command that cannot be told a number of GPUs, and that names none: one."""
+    """The request with one GPU, where it names no number and its command cannot be told one."""
     traits = FOREIGN[foreign.trainer]
     if traits.is_launched or not traits.is_typed or request.gpus is not None:
         return request

@@ -13,49 +13,49 @@ from highwater.nouns.codec import Record, packaged
 from highwater.units import GIB
 
 Kernel = Literal["cudnn", "flash"]
-"""A fused attention."""
+"""A fused attention kernel."""
 
 OLDEST_CAPABILITY = (8, 0)
 """Compute capability from which on a GPU has bf16 and runs the flash kernels."""
 _HOPPER = (9, 0)
 SAME_MEMORY = 0.02
-"""Share that two GPUs' memories may differ by and still be the same: drivers keep back a little."""
+"""Relative difference up to which GPUs' memories count as the same: drivers keep back a little."""
 
 CPU_FLAGS = "--device cpu --memory 1GiB --start-length 256 --resolution 256 --max-length 4k"
 """A search on the CPU that ends within minutes."""
 CPU_SEARCH = f"highwater find tiny {CPU_FLAGS}"
-"""A whole command, with a model that fits: what hints offer where there is no GPU."""
+"""A whole command, with a small model: what hints offer where there is no GPU."""
 
 
 class GpuKind(Record, frozen=True, kw_only=True):
-    """Abilities of one kind of GPU. Source of each figure in the catalog's ``source``."""
+    """One kind of GPU: its abilities, memory and price. ``source``: where each figure is from."""
 
     name: str
     match: str
-    """Words, in lower case, which are all in the driver's name for it."""
+    """Lower-case words, all of which are in the driver's name for it."""
     vendor: Literal["NVIDIA", "AMD"] = "NVIDIA"
-    """On AMD's, memory is predicted, and no trial is run."""
+    """Its maker; for AMD's, memory is predicted, and no trial is run."""
     host_gigabytes: tuple[int, ...] = ()
-    """Sizes in the driver's name that are not the card's but its host's: ``GH200 480GB``."""
+    """Sizes in the driver's name that are not the card's but its host's, in GB: ``GH200 480GB``."""
     compute_capability: tuple[int, int]
     """Source: https://developer.nvidia.com/cuda-gpus; of AMD's the oldest that trains."""
     usable_bytes: int | None
-    """Memory the driver reports as the card's total; None where nobody has read it."""
+    """Memory that the driver reports as the card's total; None: nobody has read it."""
     bf16_dense_tflops: float | None
     """Dense bf16 matrix FLOP/s by the datasheet, in units of 10¹²; None: the card has no bf16."""
     flash_attention: bool
     """True if the flash kernels of PyTorch run on it (compute capability 8.0 and up)."""
     hour_dollars: float | None = None
-    """``LIST_PRICE`` of one for an hour; None where nobody has read it."""
+    """Dollars of one for an hour, by ``LIST_PRICE``; None: nobody has read it."""
     source: str
 
 
 LIST_PRICE = "RunPod's list price (Secure Cloud) of 2026-09-25"
-"""Whose prices the catalog has. Source: https://www.runpod.io/pricing as read on that day, in
+"""Source of the catalog's prices: https://www.runpod.io/pricing as read on that day, in
 https://github.com/tgarg01/silybench-data, derived/csv/gpu_prices.csv."""
 
 
-LISTED = f"dollars are by {LIST_PRICE}; `--price 2.50` names another for a GPU and hour"
+LIST_PRICE_NOTE = f"dollars are by {LIST_PRICE}; `--price 2.50` names another for a GPU and hour"
 
 
 class Gpu(Record, frozen=True, kw_only=True):
@@ -65,14 +65,14 @@ class Gpu(Record, frozen=True, kw_only=True):
     name: str
     memory_total_bytes: int
     memory_used_bytes: int
-    """Memory used by anybody when it was read, the driver's own reserve included."""
+    """Memory in use by anybody when it was read, the driver's own reserve included."""
     compute_capability: tuple[int, int]
     processes: tuple[int, ...]
-    """Process ids that hold memory on it, where the driver tells."""
+    """Process ids that hold memory on it, if the driver tells."""
 
 
 class UnreadableGpu(Record, frozen=True, kw_only=True):
-    """A GPU that is there, and of which the driver does not tell what trials need to know."""
+    """A GPU that is there, but of which the driver does not tell what trials need to know."""
 
     index: int
     position: int
@@ -92,17 +92,17 @@ class Machine(Record, frozen=True, kw_only=True):
     host_memory_total_bytes: int
     host_memory_available_bytes: int
     control_group_bytes: int | None = None
-    """Host memory that this process and its trials may take; None: all."""
+    """Host memory that this process and its trials may take; None: there is no limit."""
     versions: dict[str, str]
     """Installed versions of what trials run with; a package that is missing is absent."""
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for what trials on GPUs keep there."""
+        """Host memory that trials on GPUs may take, in bytes."""
         return min(self.host_memory_total_bytes, self.control_group_bytes or sys.maxsize)
 
     def with_memory(self, most_bytes: int) -> "Machine":
-        """The machine with no more host memory than this."""
+        """The machine with no more host memory than ``most_bytes``."""
         return self.replace(
             host_memory_total_bytes=min(self.host_memory_total_bytes, most_bytes),
             host_memory_available_bytes=min(self.host_memory_available_bytes, most_bytes),
@@ -124,7 +124,7 @@ def kind_of(driver_name: str) -> GpuKind | None:
 
 
 def hour_dollars_of(driver_name: str, price: float | None = None) -> float | None:
-    """The price of one such GPU for an hour: the one that was named, or else the catalog's."""
+    """Dollars of such a GPU for an hour: ``price`` if named, else the catalog's; None: unknown."""
     kind = kind_of(driver_name)
     return price if price is not None or kind is None else kind.hour_dollars
 
@@ -136,7 +136,7 @@ def kind_name(driver_name: str) -> str:
 
 
 def runs_trials(driver_name: str) -> bool:
-    """True if trials can run on such a GPU, as far as its name tells: on NVIDIA's alone."""
+    """True if trials can run on a GPU of this name: if it is not known to be AMD's."""
     kind = kind_of(driver_name)
     return kind is None or kind.vendor == "NVIDIA"
 
@@ -169,7 +169,7 @@ def refuse_unfit_gpu(driver_name: str, compute_capability: tuple[int, int]) -> N
 
 
 class Reading(Record, frozen=True, kw_only=True):
-    """Bytes that one more thing took when it was used first. The largest of all ranks."""
+    """Bytes that a library took when it was first used, the largest of all ranks."""
 
     name: str
     outside_bytes: int
@@ -179,7 +179,7 @@ class Reading(Record, frozen=True, kw_only=True):
 
 
 class Constants(Record, frozen=True, kw_only=True):
-    """Readings of one process for each of ``gpus`` GPUs of a kind, in the order of first use."""
+    """Readings on so many ``gpus`` of a kind, with a process on each, in the order of first use."""
 
     schema_version: int = 1
     device_name: str
@@ -188,12 +188,12 @@ class Constants(Record, frozen=True, kw_only=True):
     readings: tuple[Reading, ...]
 
     def outside_bytes(self, *names: str) -> int:
-        """Bytes of these readings together; of one that there is not for so many GPUs 0."""
+        """Bytes outside the allocator of these readings together; a missing one counts as 0."""
         return sum(reading.outside_bytes for reading in self.readings if reading.name in names)
 
     @property
     def context_bytes(self) -> int:
-        """Bytes outside the allocator, of everything but NCCL."""
+        """Bytes outside the allocator of all readings but NCCL's."""
         others = (reading for reading in self.readings if reading.name not in OF_NCCL)
         return sum(reading.outside_bytes for reading in others)
 
@@ -201,7 +201,7 @@ class Constants(Record, frozen=True, kw_only=True):
 NCCL_GROUP = ("NCCL group", "NCCL collectives")
 """Readings of one communicator and its first collectives."""
 NCCL_ALL_TO_ALL = "NCCL all-to-all"
-"""The reading of what the first all-to-all adds to the communicator."""
+"""The reading of what the first all-to-all adds to its communicator."""
 OF_NCCL = (*NCCL_GROUP, NCCL_ALL_TO_ALL, "second NCCL group", "its all-to-all")
 CUBLAS_WORKSPACES = ("cuBLAS", "cuBLAS, backward")
 """Readings that the caching allocator keeps for as long as the process lives."""
@@ -220,32 +220,32 @@ class MeasuredConstants(msgspec.Struct, frozen=True, kw_only=True):
 
 
 THIS_MACHINE = "this machine"
-"""The name of the machine whose memory was read, and not taken from the catalog."""
+"""Name of a machine whose memory was read here, not taken from the catalog."""
 
 
 class Host(Record, frozen=True, kw_only=True):
-    """A machine as it is rented or built."""
+    """A machine with GPUs, as it is rented or built."""
 
     kind: str
     """Its GPUs, by the catalog's name."""
     gpus: int
-    """GPUs that it has; of one that is not divided, at the most."""
+    """GPUs that it has; if it is not divided, that it can have."""
     host_gib: int
     """Host memory of the whole machine, in GiB."""
     machine: str
     """The vendor's name for it."""
     source: str
     is_divided: bool = True
-    """True if who uses some of its GPUs has as much of its memory: a desktop has one owner."""
+    """True if a user of some of its GPUs has their share of its memory; a desktop has one owner."""
 
 
 class HostMemory(Record, frozen=True, kw_only=True):
-    """Host memory that a machine is taken to have."""
+    """Host memory that the GPUs which are asked about are taken to have."""
 
     host_bytes: int
-    """For the GPUs that were asked about, on one machine."""
+    """Bytes for all GPUs that were asked about, on one machine."""
     machine: str
-    """The machine that it is of, with the share where not all of its GPUs are used."""
+    """The machine, and how many of its GPUs are meant, if not all."""
     source: str
 
 
@@ -256,10 +256,9 @@ def host_catalog() -> tuple[Host, ...]:
 
 
 def default_host(device_name: str, gpus: int) -> HostMemory | None:
-    """Host memory of one machine with so many GPUs of a driver's name, or the catalog's. That of
-    the smallest machine with as many; of a larger one the share of its GPUs. None of a kind or a
-    number that no machine of the catalog has: ``gpus`` of several machines are asked about by those
-    of each.
+    """Host memory for so many GPUs, named by a driver or the catalog, on one machine: all of the
+    smallest machine with as many, or these GPUs' share of a larger one. None: no machine of the
+    catalog has them. For several machines ``gpus`` are those of each.
     """
     kind = kind_of(device_name)
     known = [host for host in host_catalog() if kind is not None and host.kind == kind.name]

@@ -69,15 +69,15 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         *(1e-5, "RATE", _NOT_NEGATIVE),
         "AdamW's learning rate; default: 1e-05, and 1e-04 where adapters are trained",
     )
-    """The same at every step."""
+    """The same at every step of a trial; a training's schedule scales it."""
     adam_beta1: float = _number(0.9, "BETA", _BETA, "AdamW's beta of the gradients' running mean")
     adam_beta2: float = _number(0.999, "BETA", _BETA, "AdamW's beta of the squares' running mean")
     adam_epsilon: float = _number(1e-8, "EPSILON", _POSITIVE, "AdamW's epsilon")
-    """Added to the root of the squared gradients' mean before the mean is divided by it."""
+    """Added to the root of the squares' mean, which the gradients' mean is divided by."""
     weight_decay: float = _number(
         0.01, "RATE", _NOT_NEGATIVE, "AdamW's weight decay; norms and biases have none"
     )
-    """Decoupled; without norms and biases as in transformers' Trainer."""
+    """Decoupled from gradients; norms and biases have none, as in transformers' Trainer."""
     max_grad_norm: float = _number(
         1.0, "NORM", _NOT_NEGATIVE, "norm that gradients are clipped to; 0: no clipping"
     )
@@ -86,7 +86,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         "grpo, ppo: how far below 1 a ratio of probabilities counts (TRL's epsilon)",
         _RATIO,
     )
-    """Below it a token's gradient stops."""
+    """A token's gradient stops where its ratio is below 1 minus this."""
     clip_ratio_high: float = _number(
         *(0.2, "SHARE", _NOT_NEGATIVE),
         "grpo, ppo: how far above 1 a ratio of probabilities counts (TRL's epsilon_high)",
@@ -106,7 +106,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         topic="objective",
         commands=TRAINED,
     )
-    """Estimate of it from one sampled token."""
+    """Estimates the divergence from one sampled token."""
     kl_coefficient: float = _number(
         *(0.001, "WEIGHT", _NOT_NEGATIVE),
         "grpo: weight of that divergence (verl's kl_loss_coef, TRL's beta)",
@@ -129,7 +129,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         "ppo with a critic: how far a value may move (verl's cliprange_value)",
         _VALUES,
     )
-    """Distance from the one before the update before its gradient stops."""
+    """Distance of a value from that before the update, from which on its gradient stops."""
     value_coefficient: float = _number(
         0.5, "WEIGHT", _NOT_NEGATIVE, "ppo with a critic: weight of its squared error", _VALUES
     )
@@ -150,11 +150,11 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags that name whatever is not the default."""
+        """The flags for every number that is not the default."""
         return tuple(words_of({name: getattr(self, name) for name in self._changed}))
 
     def refuse_unused(self, settings: Settings) -> None:
-        """Raise UsageError for a changed number that the settings' loss does not have in it."""
+        """Raise UsageError for a changed number in whose part the settings' loss has nothing."""
         for name in self._changed:
             part = _ROWS[name].part
             if part is not None and not part.is_in(settings):

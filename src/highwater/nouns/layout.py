@@ -15,7 +15,7 @@ from highwater.units import MIB
 
 Device = Literal["cuda", "cpu"]
 USUAL_GPUS_OF_A_MACHINE = 8
-"""GPUs that a machine is taken to have where there are several, and no copy has more."""
+"""GPUs that each of several machines is taken to have, unless a copy of the states has more."""
 
 
 class Layout(Record, frozen=True, kw_only=True):
@@ -30,8 +30,8 @@ class Layout(Record, frozen=True, kw_only=True):
     replicate_degree: int = 1
     """HSDP copies; the shards number ``gpus / replicate_degree``."""
     machines: int | msgspec.UnsetType = msgspec.UNSET
-    """Machines that have as many of the GPUs each, where somebody named them; unset, and in no
-    document, where what one machine has follows from the other numbers."""
+    """Machines with equally many of the GPUs, if any were named; unset, and in no document, where
+    ``machine_gpus`` follows from the other numbers."""
 
     def __post_init__(self) -> None:
         """Raise UsageError unless every degree is positive and divides the GPUs."""
@@ -72,12 +72,12 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def is_several_machines(self) -> bool:
-        """True if no machine has so many GPUs, or several were named."""
+        """True if several machines were named, or one machine cannot have so many GPUs."""
         return self.gpus > MOST_GPUS_OF_A_MACHINE or (self.machines or 1) > 1
 
     @property
     def machine_gpus(self) -> int:
-        """GPUs of one machine: as named, else all if it may have them, else of whole copies."""
+        """GPUs of one machine: as named, else all if one can have them, else of whole copies."""
         if self.machines:
             return self.gpus // self.machines
         if self.gpus <= MOST_GPUS_OF_A_MACHINE:
@@ -123,7 +123,7 @@ class Layout(Record, frozen=True, kw_only=True):
         }
 
     def across(self, machines: int) -> "Layout":
-        """The layout of as many machines that each have this one, as copies of the states."""
+        """The layout of so many machines with this one on each, as copies of the states."""
         return self.replace(
             gpus=self.gpus * machines,
             replicate_degree=self.replicate_degree * machines,
@@ -132,7 +132,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def of_one_machine(self) -> "Layout":
-        """The layout that ``across`` was asked of; this one where no machines were named."""
+        """The layout on each machine, before ``across``; this one where no machines were named."""
         machines = self.machines or 1
         return self.replace(
             gpus=self.gpus // machines,
@@ -151,7 +151,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
 
 class _Spelling(NamedTuple):
-    """The spelling of one degree, wherever it is written: the only place that says so."""
+    """The spellings of one degree, in records, labels, paths and settings: written here alone."""
 
     field: str
     label: str
@@ -184,23 +184,23 @@ def _distinct(numbers: Iterable[int]) -> list[str]:
 CHUNK_BYTES: Mapping[str, int] = {"cuda": 512 * MIB, "cpu": 32 * MIB}
 """Bytes of one chunk of logits, by device: enough rows for efficient matrix products."""
 TILE_BYTES: Mapping[str, int] = {"cuda": 128 * MIB, "cpu": MIB}
-"""Bytes of one product of an MLP's tile, of which three are alive, by device."""
+"""Bytes of one product in an MLP's tile, by device; three are alive at once."""
 TILED_EXPERTS = ("mixtral", "qwen3_moe")
-"""Model types whose experts go in tiles of tokens; those of others take all tokens at once."""
+"""Model types whose experts go in tiles of tokens; other types' take all tokens at once."""
 EXPERT_TILE_TOKENS = 32_768
 """Tokens of a tile of experts: each of many experts has few of them."""
 ELEMENT_BYTES: Mapping[str, int] = {"cuda": 2, "cpu": 4}
-"""Bytes of a number of activations, logits, gathered and saved weights: bf16, or float32."""
+"""Bytes of a number of activations, logits, gathered and saved weights: bf16; float32 on a CPU."""
 DELTA_CHUNK_TOKENS = 64
-"""Tokens of a gated delta rule that are a triangular system; a state is passed from one such chunk
-to the next."""
+"""Tokens of a gated delta rule that are solved as one triangular system; a state is passed from one
+such chunk to the next."""
 DELTA_GROUP_TOKENS = 2048
-"""Tokens of a gated delta rule computed at once: one state is kept for each group, and what a group
-is computed with is in float32, some hundreds of KiB a token of a 9B."""
+"""Tokens of a gated delta rule computed at once: one state is kept for each group, and its working
+numbers, in float32, are some hundreds of KiB a token of a 9B."""
 SCORES_AT_HAND = 2**23
-"""Scores that plain attention computes at once over documents and heads; a row at least."""
+"""Scores that plain attention computes at once, of all documents and heads; at least one row."""
 WIDE_SCORES_AT_HAND = 2**26
-"""The same of heads wider than fused kernels take: products of some hundred rows, which keep a GPU
+"""The same for heads wider than fused kernels take: products of some hundred rows, which keep a GPU
 busy at 65,536 tokens; 256 MiB in float32, and in the backward pass three times as many."""
 _ALIGNED = 8
 """Numbers of bfloat16 in 16 bytes: products of rows of another length took 1.1 to 2.4 times
@@ -214,17 +214,17 @@ class Stretch(NamedTuple):
     """The part of one document and one head that plain attention takes at a time."""
 
     rows: int
-    """Queries."""
+    """Number of queries."""
     keys: int
-    """Keys that one of them reads at least."""
+    """Number of keys that at least one of them reads."""
 
 
 def stretch(
     length_tokens: int, window_tokens: int | None, heads: int, *, at_hand: int | None = None
 ) -> Stretch:
-    """The largest stretch of documents of this length; ``heads``: those of all of them. Scores at
-    hand are so many, ``SCORES_AT_HAND`` if not said, or those of one row; where they are said, rows
-    are a multiple of ``_ALIGNED``.
+    """The largest stretch of documents of this length; ``heads``: the heads of all documents
+    together. ``at_hand``: scores computed at once, by default ``SCORES_AT_HAND``, or one row's if
+    they are more; where it is given, rows are a multiple of ``_ALIGNED``.
     """
     window = min(length_tokens, window_tokens or length_tokens)
     room = (at_hand or SCORES_AT_HAND) // heads
@@ -236,8 +236,8 @@ def stretch(
 
 
 def expert_tile_tokens(tokens: int, *, tiles: int | None) -> int:
-    """Return the tokens that experts take at a time where they go in tiles: in so many, or in tiles
-    of ``EXPERT_TILE_TOKENS``; all where that is one tile.
+    """Return the tokens that experts take at a time: those of one of so many ``tiles``, or without
+    a number ``EXPERT_TILE_TOKENS`` at most.
     """
     if tiles is None:
         return min(tokens, EXPERT_TILE_TOKENS)

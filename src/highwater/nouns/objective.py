@@ -1,7 +1,7 @@
 """Objectives: what each needs besides a policy and its optimizer, a row for each.
 
-Everybody reads the row. The name alone is compared where the objective's own formula is chosen
-(engine/training/step.py), and where another trainer's words for it are (emit/).
+Code reads a row. Names are compared only where an objective's own formula is chosen
+(engine/training/step.py), or another trainer's words for it (emit/).
 
 Completions: TRL's GRPO generates a batch of whole groups, a step's micro-batches. Source:
 ``num_generations`` and ``generation_batch_size`` in ``trl/trainer/grpo_config.py`` of trl 1.16.0.
@@ -42,7 +42,7 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
 
     pairs: bool = False
     """Documents come in pairs, the chosen one first, and the loss is a mean over all pairs of the
-    step. False: they come one by one, and it is a mean over all trained tokens."""
+    step. False: they come one by one, and the loss is a mean over all trained tokens."""
     head: Head = "tokens"
     """``tokens``: log-probabilities of tokens, from logits that are whole or in chunks. ``scalar``:
     one number in the place of the vocabulary, and no logits."""
@@ -51,7 +51,7 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
     update: a divergence from it at each trained token, or the margin by which it prefers the chosen
     document of a pair. ``none``: there is no copy."""
     critic: bool = False
-    """A second model of token values may be trained along, its values known before the update."""
+    """A second model, of token values, may be trained along; it runs before the update, too."""
     advantages: Advantages = "none"
     """Weight of the clipped ratio of new to old probability: a document's reward against those of
     its group, or an advantage of each token. ``none``: no ratio is in the loss, nor an entropy."""
@@ -73,13 +73,13 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
 
     @property
     def outside_step(self) -> str:
-        """Sentence that says which time no step's seconds have; empty where they have all."""
+        """A sentence on what a step's seconds leave out; empty: nothing."""
         is_generated = self.advantages != "none"
         return "A step's seconds leave out generation." if is_generated else ""
 
     @property
     def documents_together(self) -> int:
-        """Documents that one micro-batch has all of, or none."""
+        """Documents that a micro-batch has together or not at all."""
         return 2 if self.pairs else 1
 
 
@@ -109,13 +109,13 @@ GENERATIONS = 8
 
 
 def generation_micro_batches(rows: int, gpus: int, generations: int = GENERATIONS) -> int:
-    """Micro-batches of ``rows`` sequences on each of so many GPUs that hold whole groups."""
+    """Fewest micro-batches, of ``rows`` sequences on each GPU, that together hold whole groups."""
     together = rows * gpus
     return math.lcm(generations, together) // together
 
 
 class RolloutRequest(DeclaredRecord, frozen=True, kw_only=True):
-    """What is said of the engine that generates for GRPO and PPO; predicted, on paper."""
+    """Settings of the engine that generates for GRPO and PPO, which is predicted and not run."""
 
     rollout: Literal["vllm"] | None = setting(
         None,
@@ -149,25 +149,25 @@ class RolloutRequest(DeclaredRecord, frozen=True, kw_only=True):
 
 
 class RolloutTraits(Record, frozen=True, kw_only=True):
-    """What a trainer tells the engine beside it where nobody says; as it stands here verl's."""
+    """A trainer's defaults for the engine that generates beside it; the values here are verl's."""
 
     utilization: float = 0.5
     sleep_levels: tuple[int, ...] = (2, 0, 1)
-    """Those that it has, its own first."""
+    """Sleep levels that the trainer has, its default first."""
     sequences: int | None = 256
-    """None: those that one step generates on the engine's GPUs."""
+    """Most sequences at once; None: those that one step generates on the engine's GPUs."""
     batched_tokens: int = 8192
     is_in_the_trainer: bool = False
-    """True if an engine on the training's GPUs lives in its process, with the same context."""
+    """True if an engine on the training's GPUs runs in the trainer's process, in its context."""
 
 
 class Rollout(RolloutRequest, frozen=True, kw_only=True):
-    """What is asked, with what the trainer says of the rest."""
+    """A requested rollout, with the trainer's defaults for what is not named."""
 
     own_gpus: int
-    """GPUs of its own; 0: it shares those of the training."""
+    """GPUs of its own; 0: it shares the training's."""
     most_utilization: float | None = None
-    """Largest share with which what is answered fits, or 0; None: it was typed, or has own GPUs."""
+    """Largest share with which the answer fits, or 0; None: it was typed, or it has own GPUs."""
     traits: RolloutTraits
 
 
@@ -175,11 +175,11 @@ OptimizerName = Literal["adamw", "adamw-8bit", "adamw-bf16"]
 MOMENTS = 2
 """Running means that AdamW keeps: of gradients, and of their squares."""
 QUANTIZED_BLOCK = 256
-"""Numbers that share a scale in float32; a shard that they do not divide keeps float32 moments."""
+"""Numbers that share a float32 scale; a shard that it does not divide keeps float32 moments."""
 LEAST_QUANTIZED = 4096
-"""Numbers that a shard has at the least for its moments to be quantized."""
+"""Fewest numbers of a shard whose moments are quantized."""
 TABLE_BYTES = 4 * 256
-"""Bytes of the table of what the 256 codes stand for, which each quantized moment has."""
+"""Bytes of each quantized moment's table of what the 256 codes stand for."""
 PIECE = 1 << 24
 """Numbers that are updated at once, whole blocks. A compiled update in 8 bits makes two float32
 numbers for each of them, which are gone before the next piece: 128 MiB, where the largest matrix of
@@ -187,10 +187,10 @@ a model would have GiB."""
 
 
 STREAMED = 1 << 22
-"""Numbers whose moments a GPU has at once where they are in host memory: 16 MiB each way for each
-of them, long enough for the link's full speed."""
+"""Numbers whose moments a GPU has at once where moments are in host memory: 16 MiB each way for
+each moment, long enough for the link's full speed."""
 STREAMED_BUFFERS = 2
-"""Buffers that they come through: one is filled while the other goes back."""
+"""Buffers that moments come through: one is filled while the other goes back."""
 
 
 class OptimizerTraits(NamedTuple):
@@ -198,15 +198,15 @@ class OptimizerTraits(NamedTuple):
 
     words: str
     moment_bytes: int
-    """Bytes of one moment of one number. Of 8 bits are those of matrices whose shards
+    """Bytes of one moment of one number. With 8 bits this holds for matrices whose shards
     ``QUANTIZED_BLOCK`` divides; other moments are then in float32."""
     is_exact: bool
     """True if its update is AdamW's in float32."""
     package: str | None = None
-    """Package to be installed for it."""
+    """Package that has to be installed for it."""
     eager_bytes: int = 0
-    """Bytes that an update which is not compiled makes for each number that it moves at once: read
-    of trainings on the CPU of models of 9, 20 and 33 million parameters."""
+    """Bytes that an update which is not compiled makes for each number that it moves at once:
+    measured in trainings on the CPU of models of 9, 20 and 33 million parameters."""
 
     @property
     def is_quantized(self) -> bool:
@@ -243,15 +243,15 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerTraits] = {
 
 
 ALL_LINEAR = "all-linear"
-"""Every linear layer but the head."""
+"""Target of adapters: every linear layer but the head."""
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 EXPERT_MATRICES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": MLP}
-"""Names that peft gives gate, up and down of all experts, by the model types whose experts have
-adapters here."""
+"""Names that peft gives the gate, up and down matrices of experts, by the model types whose experts
+have adapters here."""
 DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 DELTA_JOINED = ("in_proj_qkvz", "in_proj_ba")
-"""Linear layers into a gated delta rule, by family: one for each thing, or two in which what goes
-with a key head is together."""
+"""Linear layers into a gated delta rule, by family: one for each of its inputs, or two in which
+those of one key head are together."""
 MOST_RANK = 4096
 LoraBase = Literal["bf16", "nf4"]
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
@@ -260,33 +260,33 @@ BASE_PREFIX = "base_layer."
 """Words that peft puts into the name of a layer's own parameters where it has an adapter."""
 _LINEAR: Mapping[str, Any] = packaged("nouns/catalog/linear_layers.json", dict[str, Any])
 _FUSED: Mapping[str, Mapping[str, str]] = _LINEAR["fused"]
-"""Model types that have several of the usual matrices in one."""
+"""Names of matrices that several of the usual ones are joined in, by model type."""
 _USUAL_NAMES: tuple[str, ...] = tuple(_LINEAR["usual"])
 """Model types whose linear layers have the usual names, or those of ``_FUSED``."""
 _ROUTERS: Mapping[str, str] = _LINEAR["routers"]
-"""Names of routers, of the model types whose routers are linear layers."""
+"""Names of routers, by the model types whose routers are linear layers."""
 _OUTSIDE = "per_layer_model_projection"
 """Name of the one linear layer outside of the decoder layers, which gives each its embeddings."""
 
 
 class Lora(Record, frozen=True, kw_only=True):
-    """Parameters that are trained in the place of a model's own."""
+    """LoRA adapters, which are trained in the place of a model's own parameters."""
 
     rank: int
     alpha: float
     targets: str = ALL_LINEAR
     """``all-linear``, or names of linear layers with commas between them: ``q_proj,v_proj``."""
     base: LoraBase = "bf16"
-    """Numbers of the frozen model: the dtype it computes in, or its linear layers in NF4."""
+    """Number format of the frozen model: the dtype it computes in, or NF4 in its linear layers."""
 
     @property
     def scale(self) -> float:
-        """Factor that the product of both matrices is multiplied by."""
+        """Factor that the product of both matrices, B A, is multiplied by."""
         return self.alpha / self.rank
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Names of the linear layers; None: every one."""
+        """Names of the linear layers with an adapter; None: every one."""
         return None if self.targets == ALL_LINEAR else tuple(self.targets.split(","))
 
 
@@ -305,7 +305,7 @@ def check_lora(lora: Lora) -> None:
 
 
 def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
-    """A and B of each linear layer that is a target in one layer of a kind."""
+    """A and B of each adapter in one layer of a kind."""
     sizes = _sizes(kind, model_type).items()
     targets = (size for name, size in sizes if lora.names is None or name in lora.names)
     own = _a_and_b((lora.rank, *size) for size in targets)
@@ -313,7 +313,7 @@ def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matr
 
 
 def _a_and_b(every: Iterable[tuple[int, int, int]]) -> tuple[Matrices, ...]:
-    """A and B of adapters, by their ranks, outputs and inputs."""
+    """A and B of each adapter, from its rank, its outputs and its inputs."""
     return tuple(
         each
         for rank, outputs, inputs in every
@@ -322,14 +322,14 @@ def _a_and_b(every: Iterable[tuple[int, int, int]]) -> tuple[Matrices, ...]:
 
 
 def outer_adapter_matrices(shape: ModelShape, lora: Lora) -> tuple[Matrices, ...]:
-    """A and B of the linear layers outside of a model's decoder layers that are targets."""
+    """A and B of each adapter outside of a model's decoder layers."""
     is_target = lora.names is None or _OUTSIDE in lora.names
     projections = shape.layer_tables[1:] * is_target
     return _a_and_b((lora.rank, each.rows, each.row_size) for each in projections)
 
 
 def expert_adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
-    """A and B of the adapters on the experts of a layer: one matrix has the ranks of them all."""
+    """A and B of the adapters on a layer's experts: one matrix has the ranks of all experts."""
     of_experts = expert_targets(model_type, lora) if kind.mlp.experts > 1 else {}
     hidden, width = kind.hidden_size, kind.mlp.width
     sizes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
@@ -337,8 +337,8 @@ def expert_adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tup
 
 
 def expert_targets(model_type: str, lora: Lora) -> dict[str, int]:
-    """Ranks of the adapters on experts, by the parameter that each is on, as peft has them: gate
-    and up are one parameter, whose adapter has the ranks of both.
+    """Ranks of an expert's adapters, by peft's name of the parameter that each is on: gate and up
+    are one parameter, whose adapter has the ranks of both.
     """
     gate, up, down = EXPERT_MATRICES.get(model_type, (None, None, None))
     asked = lora.names or ()
@@ -347,13 +347,13 @@ def expert_targets(model_type: str, lora: Lora) -> dict[str, int]:
 
 
 def nf4_bytes(numbers: int) -> int:
-    """Bytes of a weight in NF4: two numbers a byte, a scale a block, and what scales share."""
+    """Bytes of a weight in NF4: half a byte a number, one a block for its scale, scales' scales."""
     blocks = -(-numbers // NF4_BLOCK)
     return -(-numbers // 2) + blocks + 4 * -(-blocks // NF4_SCALE_BLOCK) + 4
 
 
 def saved_by_base(shape: ModelShape, lora: Lora, *, element: int) -> int:
-    """Bytes that a frozen model's linear layers take less than in numbers of so many bytes."""
+    """Bytes that NF4 saves in a frozen model's linear layers against ``element`` bytes a number."""
     if lora.base == "bf16":
         return 0
     sizes = [
@@ -366,7 +366,7 @@ def saved_by_base(shape: ModelShape, lora: Lora, *, element: int) -> int:
 
 
 def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
-    """Numbers of all adapters of a model."""
+    """Number of parameters of all adapters of a model."""
     in_layers = sum(
         run.count * adapter_parameters_of_layer(run.kind, shape.model_type, lora)
         for run in shape.runs
@@ -375,20 +375,20 @@ def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
 
 
 def outer_adapter_parameters(shape: ModelShape, lora: Lora) -> int:
-    """Numbers of the adapters outside of a model's decoder layers."""
+    """Number of parameters of the adapters outside of a model's decoder layers."""
     return sum(each.rows * each.row_size for each in outer_adapter_matrices(shape, lora))
 
 
 @cache
 def adapter_parameters_of_layer(kind: LayerKind, model_type: str, lora: Lora) -> int:
-    """Numbers of the adapters of one layer of a kind."""
+    """Number of parameters of the adapters of one layer of a kind."""
     matrices = adapter_matrices(kind, model_type, lora)
     return sum(each.number * each.rows * each.row_size for each in matrices)
 
 
 def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
-    """Raise UsageError where no linear layer of a model has a name that is asked for, as far as its
-    family's names are known, and for experts that would be packed.
+    """Raise UsageError for a target that no linear layer of a model is called, where its family's
+    names are known; for experts in NF4; and for experts' names that peft cannot take so.
     """
     has_experts = any(run.kind.mlp.experts > 1 for run in shape.runs)
     of_experts = EXPERT_MATRICES.get(shape.model_type, ()) if has_experts else ()
@@ -423,7 +423,7 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
 
 
 def _names(attention: AttentionKind) -> tuple[str, ...]:
-    """Names of the linear layers of an attention, in the order of its matrices."""
+    """Names of an attention's linear layers, in the order of its matrices."""
     if attention.delta is None:
         own = len(attention.matrices) - 1
         return (*ATTENTION[:own], "o_proj")
@@ -431,7 +431,7 @@ def _names(attention: AttentionKind) -> tuple[str, ...]:
 
 
 def _sizes(kind: LayerKind, model_type: str) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the linear layers of one layer, by name."""
+    """Outputs and inputs of each linear layer in one layer, by name; those of fused ones added."""
     hidden, attention = kind.hidden_size, kind.attention
     own = {
         name: (hidden, size) if is_output else (size, hidden)

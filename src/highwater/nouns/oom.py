@@ -48,7 +48,7 @@ _LEAD = re.compile(
     r"|(?:CUDA|HIP|cuDNN|cusolver)\w* error: |NCCL error[^'\"`]*|Failed: |Error )?",
     re.IGNORECASE,
 )
-"""Text of a library before such words; any other text before them quotes them."""
+"""Text that a library puts before such words; after any other text they are a quotation."""
 _ALLOCATION = re.compile(
     r"out[\s_-]*of[\s_-]*memory|\bOOM(?:s|ed|ing)?\b|(?:can't|cannot|could not|failed to)"
     r"\s+(?:CUDA\s+)?[cm]?alloc|bad_alloc|ALLOC_FAILED|RESOURCE_EXHAUSTED|\bMemoryError\b"
@@ -57,7 +57,7 @@ _ALLOCATION = re.compile(
     re.IGNORECASE,
 )
 _PARTS = ("mem", "alloc", "oom", "exhausted", "batch size", "cublas")
-"""One of these is in each of them: most lines of a long log have none."""
+"""One of these is in every text about memory: most lines of a long log have none."""
 _NONE_BEFORE = re.compile(
     r"\b(?:no|not|zero|0|never|without|avoid\w*)\W+(?:\w+\W+)?\Z", re.IGNORECASE
 )
@@ -69,8 +69,8 @@ _ADVICE = re.compile(
 _NO_BATCH = "No executable batch size found, reached zero"
 """accelerate's error after every batch size ran out of memory, down to one."""
 _MAYBE_HOST = re.compile(r"can't start new thread|failed to map segment from shared object")
-"""Texts about a thread's stack or a library's data for which there is no room. Or threads are
-limited, or the library's disk is mounted noexec."""
+"""Texts that there is no room for a thread's stack or a library's data. They also mean that threads
+are limited, or that the library's disk is mounted noexec."""
 _ABORT = re.compile(
     r"terminate called after throwing an instance of '(?P<type>[^']*)'(?P<text>.*)", re.DOTALL
 )
@@ -86,9 +86,9 @@ _LIBRARY_TYPES = ("RuntimeError", "AcceleratorError", "DistBackendError", "Defer
 def exhausted_memory(
     error: BaseException, *, device: Device, is_spent: Callable[[], bool] = lambda: False
 ) -> Exhausted | None:
-    """The memory that ran out, by an exception; None when it is about something else. ``is_spent``
-    is asked where the text alone does not tell: whether this process gets no more host memory. On
-    the CPU there is one memory, and it is the device's.
+    """The memory that ran out, by an exception; None: it is about something else. ``is_spent`` is
+    called where the text does not decide: True if this process gets no more host memory. On the CPU
+    there is one memory, and it is the device's.
     """
     host: Exhausted = "device_memory" if device == "cpu" else "host_memory"
     text = _text(error)
@@ -110,7 +110,7 @@ def exhausted_memory(
 
 
 def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
-    """The memory that ran out, by the end of what an aborted process wrote; None: neither did."""
+    """The memory that ran out, by the last words of an aborted process's output; None: none did."""
     words = _ABORT.match(output, max(0, output.rfind("terminate called after throwing")))
     if words is None:
         return None
@@ -120,8 +120,8 @@ def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
 
 
 def logged_memory(kind: str, text: str, *, device: Device) -> Exhausted | None:
-    """The memory that ran out, by an exception as a log shows it: its type's name, with its module,
-    and its text. None when it is about something else. A type that anybody may have made,
+    """The memory that ran out, by an exception as a log shows it: ``kind``, its type's name with
+    its module, and its text. None: it is about something else. A type that anybody may have raised,
     RuntimeError above all, is judged by its text.
     """
     host: Exhausted = "device_memory" if device == "cpu" else "host_memory"
@@ -140,13 +140,13 @@ def logged_memory(kind: str, text: str, *, device: Device) -> Exhausted | None:
         return "device_memory" if is_exhausted else None
     if text.startswith(_NO_BATCH):
         return "device_memory"
-    if name.lower() in _LEVELS:  # told without its type
+    if name.lower() in _LEVELS:  # the log does not say the type
         return "device_memory" if device == "cuda" and re.match(TORCH_SENTENCE, text) else None
     return _by_text(text, device, lead=_LEAD) if name in _LIBRARY_TYPES else None
 
 
 def tells_of_allocation(text: str, *, may_advise: bool) -> bool:
-    """True if a text tells of memory that could not be had; ``may_advise``: it may only advise."""
+    """True if a text tells of a failed allocation; with ``may_advise`` not if it is only advice."""
     lowered = text.lower()
     if not any(part in lowered for part in _PARTS):
         return False
@@ -160,7 +160,7 @@ def tells_of_allocation(text: str, *, may_advise: bool) -> bool:
 
 
 def _by_text(text: str, device: Device, *, lead: re.Pattern[str] = _ANY) -> Exhausted | None:
-    """The memory that ran out, by a library's words after those that may ``lead`` to them."""
+    """The memory that ran out, by a library's words; ``lead``: text that may stand before them."""
     found = _DEVICE.search(text) if device == "cuda" else None
     if found is not None and lead.fullmatch(text, 0, found.start()):
         return "device_memory"

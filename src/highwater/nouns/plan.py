@@ -50,12 +50,12 @@ from highwater.nouns.trial_hardware import TrialHardware, check_host_memory, cpu
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 LONGEST_TOKENS: dict[Device, int] = {"cuda": CEILING_TOKENS, "cpu": 8192}
-"""Longest length to try unless one is named; on the CPU attention's square is felt."""
+"""Longest length to try unless one is named; on the CPU attention, quadratic in it, is slow."""
 
 
 def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple[str, ...]]:
-    """The lengths to try, and why they end where nobody asked for an end. Predictions cost
-    little: they are as fine past the native length as before it, but for the published scan.
+    """The lengths to try, and notes on an end that nobody asked for. Predictions cost little: their
+    steps are as fine past the native length as before it, but for the published scan.
     """
     longest, notes = _longest(request, model, device)
     grid = usual_grid(
@@ -71,7 +71,7 @@ def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple
 
 
 def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple[str, ...]]:
-    """The longest length to try, and why it is that one: native where nothing scales past it."""
+    """The longest length to try, and a note on why: native where nothing scales past it."""
     native = model.shape.native_length_tokens
     longest, notes = request.max_tokens or LONGEST_TOKENS[device], ()
     if request.max_tokens is None and device == "cpu":
@@ -93,10 +93,10 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
 
 
 def refuse_other_class(model: Model, trainer: str) -> None:
-    """Raise UsageError for the text model of a multimodal one in another trainer, whose class is
-    the whole model's: its vision tower is on the GPU there, and no prediction counts it. And for
-    linear attention, which each trainer computes by kernels of its own, if it tells documents and
-    ranks apart at all.
+    """Raise UsageError for models that another trainer trains otherwise: the text model of a
+    multimodal one, whose vision tower is on the GPU there, and no prediction counts it; and linear
+    attention, which each trainer computes by kernels of its own, if it tells documents and ranks
+    apart at all.
     """
     if model.shape.delta is not None and trainer != OURS:
         raise UsageError(
@@ -113,7 +113,7 @@ def refuse_other_class(model: Model, trainer: str) -> None:
 
 
 def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:
-    """Raise UsageError for a length, named by ``flag``, past which nothing scales positions."""
+    """Raise UsageError for a length, named by ``flag``, to which nothing scales positions."""
     native = model.shape.native_length_tokens
     if length_tokens <= native or not ends_at_native(model, rope):
         return
@@ -131,7 +131,7 @@ def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: st
 
 
 def check_yarn(request: Request, model: Model, longest_tokens: int) -> None:
-    """Raise UsageError where YaRN cannot be, or what is saved with it could not be loaded."""
+    """Raise UsageError if YaRN is impossible, or if a model saved with it could not be loaded."""
     obstacle = unscalable(model)
     if request.settings.rope == "yarn" and model.own_rope_scaling and obstacle is not None:
         raise UsageError(
@@ -155,13 +155,13 @@ SHORTEST_TIMEOUT_S: Mapping[Device, float] = {"cpu": 10.0, "cuda": 60.0}
 """Shortest timeout of a trial, in seconds, by device. From launch to first step a trial takes
 seconds on the CPU, 12 to 21 s on a GPU: less would end every trial before it."""
 USUAL_BUDGET_S = 15 * 60.0
-"""Time for each layout where nobody names any: what one waits for beside other work."""
+"""Seconds for each layout where no budget is named: what one waits for beside other work."""
 _TRIALS_OF_A_CELL = 3
-"""Trials that a cell's share of the budget is divided among: its edge takes two or three."""
+"""Trials that share a cell's part of the budget: its edge takes two or three."""
 
 
 def proof_of(request: Request, model: Model, device: Device) -> Proof:
-    """The proof as asked; else by memory on GPUs where it can be, unless a time limit is named."""
+    """The proof as asked; else by memory on GPUs where possible, unless only a timeout is named."""
     if request.proof is not None:
         return request.proof
     is_timed = request.timeout is not None and request.budget is None
@@ -176,7 +176,7 @@ def proof_of(request: Request, model: Model, device: Device) -> Proof:
 def budget_of(
     request: Request, proof: Proof, device: Device, cells: Sequence[Cell]
 ) -> float | None:
-    """Seconds that a search may take; None: as its trials do. Raises UsageError for too few."""
+    """Seconds that a search may take; None: no limit. Raises UsageError for too few."""
     if request.budget_s is not None:
         least_s = SHORTEST_TIMEOUT_S[device]
         if request.budget_s < least_s:
@@ -194,14 +194,14 @@ def budget_of(
 def timeout_of(
     request: Request, proof: Proof, budget_s: float | None, device: Device, cells: Sequence[Cell]
 ) -> float:
-    """Seconds that one full trial may take: as is asked, or the trial's share of the budget."""
+    """Seconds that one full trial may take: as asked, or its share of the budget."""
     if request.timeout is not None or proof == "full" or budget_s is None:
         return request.timeout_s
     return max(SHORTEST_TIMEOUT_S[device], budget_s / (_TRIALS_OF_A_CELL * len(cells)))
 
 
 _ROW_BYTES = 16
-"""Bytes of which a grouped product's rows are multiples. Source: ``torch._grouped_mm``."""
+"""Rows of a grouped product are multiples of so many bytes. Source: ``torch._grouped_mm``."""
 _NO_PROOF = "leave `--proof` out"
 
 
@@ -211,11 +211,11 @@ class Plan(Record, frozen=True, kw_only=True):
     question: Question
     notes: tuple[str, ...] = ()
     budget_s: float | None = None
-    """Seconds that the search may take; None: as long as its trials do."""
+    """Seconds that the search may take; None: as long as its trials take."""
     timeout_s: float = 0.0
-    """Seconds that one trial may take in full."""
+    """Seconds that one full trial may take."""
     begins_shortest: bool = False
-    """True if each cell begins with the start length, whatever is predicted of it."""
+    """True if each cell begins with the start length, whatever is predicted."""
 
 
 def plan(
@@ -227,8 +227,8 @@ def plan(
     machines: int = 1,
     cells: tuple[Cell, ...] = (),
 ) -> Plan:
-    """The question that a request asks of a machine, and of a trainer: of ``cells``, else of those
-    of ``cells_of``, for which ``within_machines`` and ``machines`` are. Raises ModelError,
+    """The question that a request asks of a machine and a trainer, about ``cells``, or else about
+    those of ``cells_of``, which ``within_machines`` and ``machines`` go to. Raises ModelError,
     UsageError or MachineError for what cannot be asked, before anything starts.
     """
     model = load_model(request.model)
@@ -271,7 +271,7 @@ def plan(
             has_ring=not TRAINERS[trainer].refused(["ring"]),
             within_machines=within_machines,
             machines=machines,
-            # how long documents of a user's data are is known when they come
+            # how long a user's documents are is not known before they are read
             longest_tokens=grid.max_tokens if request.data is None else None,
         )
     cells, too_small = within_token_budget(cells, grid, device)
@@ -286,7 +286,7 @@ def plan(
     question = _question(request, model, where, cells, grid)
     if proof == "memory":
         question = question.replace(proof=proof, timeout_s=timeout_s)
-    question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
+    question.trial(cells[0], grid.start_tokens)  # raises for an impossible trial
     settings = cells[0].settings
     notes = (
         *((ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()),
@@ -301,7 +301,7 @@ def plan(
 def _foreign_plan(
     request: Request, machine: Machine, model: Model, device: Device, foreign: ForeignTrainer
 ) -> Plan:
-    """The question to a foreign trainer, whose settings are its own: rungs vary the allocator."""
+    """The plan for a foreign trainer, whose settings are its own: rungs vary the allocator."""
     request = with_one_count(request, foreign).replace(
         proof="full", loss=FOREIGN[foreign.trainer].loss
     )
@@ -311,7 +311,7 @@ def _foreign_plan(
     budget_s = budget_of(request, "full", device, cells)
     question = _question(request, model, where, cells, grid)
     question = question.replace(foreign=foreign, prompt_tokens=PROMPT_TOKENS)
-    question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
+    question.trial(cells[0], grid.start_tokens)  # raises for an impossible trial
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
     return Plan(
         question=question,
@@ -372,7 +372,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
 
 
 def alone(request: Request, length_tokens: int) -> Request:
-    """The search of one length on one rung."""
+    """The request for a search of one length on one rung."""
     return request.replace(
         proof="full",
         attention_depth=None,
@@ -385,7 +385,7 @@ def alone(request: Request, length_tokens: int) -> Request:
 
 
 def _refuse_an_unnamed_cpu(request: Request, machine: Machine, length_tokens: int) -> None:
-    """Raise UsageError for one trial without a word of the CPU where there is nothing else."""
+    """Raise UsageError for one trial that only the CPU could run, where it is not named."""
     gpus, is_limited = max(request.gpus or (1,)), request.memory is not None
     if request.device is None and not machine.gpus and gpus == 1 and not is_limited:
         fits = _has_room_on_the_cpu(request, machine, length_tokens)
@@ -394,7 +394,7 @@ def _refuse_an_unnamed_cpu(request: Request, machine: Machine, length_tokens: in
 
 
 def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int) -> bool:
-    """True if a trial can be on the CPU, and its states in this machine's memory."""
+    """True if a trial can run on the CPU, with its states in this machine's memory."""
     on_the_cpu = request.replace(device="cpu")
     try:
         spec = plan_trial(on_the_cpu, machine, length_tokens)
@@ -405,7 +405,7 @@ def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int)
 
 
 def gpus_hint(request: Request, length_tokens: int) -> str:
-    """A hint of what to type where there is no GPU, and the CPU will not do."""
+    """A hint to type where there is no GPU, and the CPU will not do."""
     asked = f"{shlex.quote(request.model)} --gpus 1xH100-80GB --length {length_tokens}"
     return f"start it where GPUs are; `highwater predict {asked}` says how many it takes"
 
@@ -427,7 +427,7 @@ def _check_proof(request: Request, model: Model) -> None:
 
 
 def _refuse_other_attention(request: Request, model: Model, device: Device) -> None:
-    """Refuse blocks where a model has windows or sinks, a proof cuts, or a GPU has no kernel."""
+    """Refuse block-sparse attention where the model, a trace, the proof or the GPU rules it out."""
     if request.settings.attention == "dense":
         return
     leave = "leave `--attention` out"
@@ -458,7 +458,7 @@ IN_HEAD_GROUPS = (
 
 
 def _refuse_head_groups(groups: int, model: Model) -> None:
-    """Refuse a family without head groups, and a number that does not divide the KV heads."""
+    """Refuse a family without head groups, and a number that does not divide key/value heads."""
     heads, family = model.shape.kv_heads, model.shape.model_type
     if groups > 1 and family not in IN_HEAD_GROUPS:
         raise ModelError(
@@ -491,7 +491,7 @@ def refuse_without_kernel(request: Request) -> None:
 
 
 def _check_depth(spec: TrialSpec, model: Model) -> None:
-    """Raise UsageError for a memory-only trial that would be a full one."""
+    """Raise UsageError for a depth of all layers, and for tokens that cannot be cut in pieces."""
     depth, layers = spec.attention_depth, model.shape.layers
     if depth is None:
         return
@@ -511,7 +511,7 @@ def _check_depth(spec: TrialSpec, model: Model) -> None:
 
 
 def _refuse_ragged_experts(model: Model, device: Device) -> None:
-    """Raise ModelError for experts whose rows are no multiple of 16 bytes: PyTorch wants that."""
+    """Raise ModelError for experts whose rows are no multiple of 16 bytes, as PyTorch needs."""
     numbers = _ROW_BYTES // (4 if device == "cpu" else 2)
     for what, width in (
         ("expert's MLP", model.shape.intermediate_size),
@@ -527,8 +527,8 @@ def _refuse_ragged_experts(model: Model, device: Device) -> None:
 
 
 def _adapters_here(request: Request, model: Model) -> tuple[Request, tuple[str, ...]]:
-    """Adapters on attention alone where those on all linear layers would be on routers or experts,
-    which have none here; and what to know of a frozen model whose files are in MXFP4.
+    """The request with adapters on attention alone, where "all linear layers" would be routers or
+    experts, too; and notes on this, and on a frozen model whose files are in MXFP4.
     """
     notes, shape = tuple[str, ...](), model.shape
     has_experts = any(run.kind.mlp.experts > 1 for run in shape.runs)
@@ -544,7 +544,7 @@ def _adapters_here(request: Request, model: Model) -> tuple[Request, tuple[str, 
 def _refuse_adapted_experts(
     settings: Settings, model: Model, device: Device, trainer: TrainerName
 ) -> None:
-    """Raise UsageError for what adapters on experts do not go with."""
+    """Raise UsageError for what adapters on experts cannot be combined with."""
     lora, numbers = settings.adapters, _ROW_BYTES // (4 if device == "cpu" else 2)
     if lora is None or not expert_targets(model.shape.model_type, lora):
         return

@@ -25,7 +25,7 @@ SPARSE_NOTE = (
 
 
 def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> tuple[str, ...]:
-    """Say what is and what is not known of trials that are seen from outside."""
+    """Say what is known, and what is not, of trials that are watched from outside."""
     traits = FOREIGN[foreign.trainer]
     title = foreign.title
     seen = "data segments" if device == "cpu" else "device memory used"
@@ -46,7 +46,7 @@ def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> 
 
 
 def lossy_notes(settings: Settings) -> tuple[str, ...]:
-    """Name what is rounded that AdamW and a model in float32 would not round."""
+    """Name what is rounded, unlike in AdamW and a model in float32."""
     said: list[str] = []
     if not settings.optimizer_traits.is_exact:
         parameters = " and parameters" if settings.parameters == "bf16" else ""
@@ -60,7 +60,7 @@ def lossy_notes(settings: Settings) -> tuple[str, ...]:
 
 
 def memory_notes(request: Request, device: Device, budget_bytes: int | None) -> tuple[str, ...]:
-    """Say what bounds each process on the CPU where no memory limit is named."""
+    """Say what each process on the CPU may take where no memory limit is named."""
     if request.memory is not None or device != "cpu" or budget_bytes is None:
         return ()
     return (
@@ -71,7 +71,7 @@ def memory_notes(request: Request, device: Device, budget_bytes: int | None) -> 
 
 
 def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
-    """Say what offload does not do here, for who would expect it; nothing where it does all."""
+    """Say what offload does not do here, though one would expect it; empty: it does all."""
     if settings.activations == "host" and device == "cpu":
         return ("on the CPU activations are in host memory in any case",)
     if not (settings.offloads_model or settings.offloads_states):
@@ -88,7 +88,7 @@ def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
 
 
 def placement_notes(request: Request, settings: Settings) -> tuple[str, ...]:
-    """Say where one trial has the activations that may be anywhere."""
+    """Say where ``--activations auto`` has the activations of one trial."""
     if request.activations != "auto":
         return ()
     return (f"`--activations auto` is `--activations {settings.activations}` here",)
@@ -97,7 +97,7 @@ def placement_notes(request: Request, settings: Settings) -> tuple[str, ...]:
 def step_notes(
     model: Model, request: Request, settings: Settings, device: Device, longest_tokens: int | None
 ) -> tuple[str, ...]:
-    """Say all that a user should know of a step of our engine before trials make it."""
+    """Say all that a user should know of a step of our engine before trials start."""
     return (
         *(*lossy_notes(settings), *offload_notes(settings, device), *own_code_notes(model)),
         *yarn_notes(model, longest_tokens, settings.rope),
@@ -127,7 +127,7 @@ def yarn_notes(model: Model, length_tokens: int | None, rope: Rope) -> tuple[str
 
 
 def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) -> tuple[str, ...]:
-    """Say what a trial starts without weights for; nothing of a simulated one."""
+    """Notes on the weights that a trial starts from; on random ones none if it is simulated."""
     directory = Path(model.directory)
     notes: list[str] = []
     if model.text_of is not msgspec.UNSET:
@@ -164,7 +164,7 @@ def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) 
 
 
 def prompt_notes(path: Path | str | None, question: Question) -> tuple[str, ...]:
-    """Say that sequences began with a prompt, of which the full loss made no logits."""
+    """Say that a study's sequences began with a prompt, of which the full loss made no logits."""
     has_logits = any(cell.settings.holds_logits for cell in question.cells)
     is_synthetic = question.foreign is None and question.data is None
     if not (question.prompt_tokens and has_logits and is_synthetic):

@@ -15,26 +15,26 @@ from highwater.nouns.trainer import OURS, AnyTrainer, TrainerName
 from highwater.units import counted
 
 Aim = Literal["simplest", "fastest", "lightest"]
-"""What a recommendation looks for among all that trains the length."""
+"""The aim of a recommendation, among all settings that train the length."""
 AlternativeKind = Literal["more GPUs", "a larger GPU", "more host memory", "technique"]
 
 
 class StepTime(Record, frozen=True, kw_only=True):
-    """Time of a step, measured in a trial, or from what such GPUs do in a second."""
+    """Time of a step, measured in a trial, or predicted by the rates of such GPUs."""
 
     time_s: float
     source: Source
-    """``measured`` at this length; ``predicted`` from another at its FLOP/s, or without a trial."""
+    """``measured`` at this length; ``predicted`` by another trial's FLOP/s, or without a trial."""
     step_tokens: int
     """Tokens of that step: every micro-batch of every data-parallel rank."""
     tokens_per_s: float
-    """Tokens per second, over all GPUs: those of the trial, or without one of this step."""
+    """Tokens per second, over all GPUs: the trial's, or without one this step's."""
     measured_length_tokens: int | None
     """Length of the trial that the time was measured in; None where there is none."""
 
 
 class Candidate(Record, frozen=True, kw_only=True):
-    """One cell at the length asked."""
+    """One cell at the length that was asked for."""
 
     cell: Cell
     is_lowered: bool
@@ -46,37 +46,37 @@ class Candidate(Record, frozen=True, kw_only=True):
     its interval is below the GPU's memory. Where no candidate does, the roomiest that may fit is
     taken for one, and its ``risk`` says so."""
     risk: Risk | None = None
-    """Predicted: how sure it is that it fits; None: by the prediction itself it does not."""
+    """Predicted: how sure it is to fit; None: by the prediction itself it does not."""
     source: Source
-    """Source of the word that it fits, or not."""
+    """Source of ``fits``."""
     found_in: str
     """The study's file, or the command that predicts it."""
     is_memory_only: bool = False
-    """Measured: memory holds it, and nobody trained it in full."""
+    """True if it was measured by a memory-only trial, and nobody trained it in full."""
     headroom_bytes: int | None
-    """Bytes that a GPU has left, at least; below 0: what it lacks; None: nobody knows."""
+    """Bytes that a GPU has left, at least; below 0: what it lacks; None: unknown."""
     peak_bytes: int | None = None
     """Predicted: bytes of a GPU that the step needs at its peak; None: nobody predicted it."""
     headroom_length_tokens: int | None = None
-    """Measured: length of the trial with that headroom, this one or longer, leaving no more."""
+    """Measured: length of the trial with that headroom: this, or a longer one that leaves less."""
     lacks_bytes: int | None = None
-    """Bytes missing of the memory that ends it, at least if measured; None: fits, or unknown."""
+    """Bytes missing of the memory in ``lacks_of``, at least if measured; None: fits, or unknown."""
     lacks_of: Literal["device", "host"] | None = None
     host_bytes: int | None = None
-    """Host memory that it takes, predicted; None: nobody knows."""
+    """Host memory that it takes, predicted; None: unknown."""
     rollout_sequences: int | None = None
-    """On paper: sequences of this length that the rollout holds at once; None: there is none."""
+    """Predicted: sequences of this length that the rollout holds at once; None: no rollout."""
     capacity_tokens: int
     """The longest length that fits; 0: none on the grid does."""
     likely_tokens: int = 0
-    """Predicted, where none leaves the headroom in question: the longest that may fit."""
+    """Predicted, if no length leaves the headroom: the longest that may fit."""
     likely_risk: Risk | None = None
-    """How sure that is; None: a length leaves the headroom, or none fits at all."""
+    """How sure that one is to fit; None: a length leaves the headroom, or none may fit."""
     capacity_source: Source
     is_at_least: bool = False
     """True if the capacity is this or more: nothing longer was tried, or memory did not end it."""
     step_time: StepTime | None = None
-    """None: nobody measured the speed of this cell, or knows how fast such GPUs are."""
+    """None: this cell was not timed, and the speed of such GPUs is unknown."""
 
     @property
     def label(self) -> str:
@@ -88,35 +88,35 @@ class Candidate(Record, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Sort key of candidates, the simplest first; a lowered budget stands before offload."""
+        """Sort key of candidates, the simplest first; a lowered budget is simpler than offload."""
         return order(self.cell, is_lowered=self.is_lowered)
 
 
 def order(cell: Cell, *, is_lowered: bool) -> tuple[int, ...]:
-    """Sort key of cells with one token budget or the lowered one, the simplest first."""
+    """Sort key of cells, with the default token budget or a lowered one, the simplest first."""
     offload, *others = simplicity(cell)
     return (offload, int(is_lowered), *others)
 
 
 class Alternative(Record, frozen=True, kw_only=True):
-    """A change predicted to train the length where nothing that was asked about does."""
+    """A change that is predicted to train the length, where nothing that was asked about does."""
 
     kind: AlternativeKind
     what: str
     """``8 x H20-96GB``, in words."""
     how_many: str = ""
-    """Of more GPUs: ``5 x H20-96GB are the fewest that do safely (4 is tight)``."""
+    """For more GPUs: ``5 x H20-96GB are the fewest that do safely (4 is tight)``; else empty."""
     flags: tuple[str, ...] = ()
-    """Flags to type instead of those that were typed; empty: nothing to type does it."""
+    """Flags to type in the place of those typed; empty: there are none."""
     without: tuple[str, ...] = ()
     """Flags to leave out."""
     label: str | None = None
-    """The simplest cell that fits then; None: nothing here is known to."""
+    """Label of the simplest cell that fits then; None: unknown."""
     cell: Cell | None = None
-    """The cell that does."""
+    """That cell."""
     headroom_bytes: int | None = None
     host_bytes: int | None = None
-    """Host memory that it takes."""
+    """Host memory that the cell takes."""
 
 
 class FileChange(Record, frozen=True, kw_only=True):
@@ -141,22 +141,22 @@ class Recommendation(Record, frozen=True, kw_only=True):
     rollout_gpus: int = 0
     """GPUs set aside for rollout; the candidates do not have them."""
     rollout: Rollout | None = None
-    """vLLM that generates, if any."""
+    """The rollout by vLLM, if any."""
     device_name: str
     device_bytes: int
     """Memory of one GPU, as its driver reports it."""
     reserved_bytes: int = 0
     """Bytes of it that others take."""
     host_memory_bytes: int | None = None
-    """Memory of the machine; None: nobody knows, so it ends nothing."""
+    """Memory of the machine; None: unknown, and no limit."""
     usual_host: str | None = None
-    """The machine that usually has such GPUs, where its memory is taken because nobody said."""
+    """The machine that usually has such GPUs, if its memory is taken as nobody named any."""
     margin_bytes: int = 0
     """Headroom that was asked for."""
     default_sequences: int
     """Sequences a micro-batch that the default token budget holds."""
     aim: Aim = "simplest"
-    """What the candidates are sorted by."""
+    """The aim that the candidates are sorted by."""
     chosen: Candidate | None
     """The first candidate that fits; None: none does."""
     candidates: tuple[Candidate, ...]
@@ -173,7 +173,7 @@ class Recommendation(Record, frozen=True, kw_only=True):
     accuracy: str
     """Known errors of such predictions, in words."""
     unlike: tuple[str, ...] = ()
-    """Settings that are predicted, and no recorded trial had."""
+    """Settings that are predicted, though no recorded trial had them."""
     not_modelled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -193,20 +193,20 @@ class Recommendation(Record, frozen=True, kw_only=True):
 
 
 class Query(Record, frozen=True, kw_only=True):
-    """Knowledge of a source, in the words of ``recommend``."""
+    """A question for ``recommend`` about the model, GPUs and settings of a study or prediction."""
 
     model: str
     """Catalog name, or directory."""
     kind: str | None
-    """Kind of GPUs in the catalog; None: this machine's, or any of so much memory."""
+    """Kind of GPUs in the catalog; None: this machine's, or any with ``gpu_memory_bytes``."""
     gpu_memory_bytes: int | None = None
     """Memory of one GPU, where it is not the catalog's."""
     reserved_bytes: int = 0
     trainer: TrainerName = OURS
     studies: tuple[str, ...] = ()
-    """Files whose trials are taken."""
+    """Files whose trials are taken as measured."""
     settings: tuple[tuple[str, str | int | bool], ...] = ()
-    """Fields of ``Request`` that every cell of the source has, and are not the defaults."""
+    """Fields of ``Request``, and their values, that all cells share and that are not defaults."""
 
     def arguments(self, *, gpus: int) -> dict[str, Any]:
         """Keywords of ``recommend``, without the length."""

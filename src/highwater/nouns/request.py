@@ -19,12 +19,12 @@ from highwater.nouns.declaration import (
     MOST_GPUS,
     MOST_NAMED,
     NUMBER,
-    PREDICTED,
+    PREDICTING_COMMANDS,
     REQUIRED,
     SHARE,
     SWITCH,
     TRAINED,
-    TRIED,
+    TRIAL_COMMANDS,
     TYPED,
     CommandName,
     DeclaredRecord,
@@ -65,18 +65,18 @@ from highwater.units import (
 )
 
 PACKINGS = ("sequences_per_micro_batch", "token_budget")
-"""Both say how many sequences a micro-batch has: one of them is named, or none."""
+"""Settings that say how many sequences a micro-batch has: at most one of them is named."""
 
 _USUAL_TIMEOUT_S = 40 * 60.0
 _SMALLEST_MEMORY_BYTES = 64 * MIB
-"""Less than any trial needs."""
+"""Least memory that may be named: less than any trial needs."""
 _OF_THE_LADDER = ("allocator", "loss")
 """Fields of ``Settings`` that differ by rung; a request that names one keeps its rungs."""
 _EVERY_SETTING = "`highwater schema` lists every setting"
 _RUNG = Settings()
 
 RunnerName = Literal["local", "ray"]
-"""Who runs the trials."""
+"""Where trials run: on this machine, or on a Ray cluster."""
 Size = str | int
 Tokens = str | int
 Time = str | int | float
@@ -91,20 +91,20 @@ _SEARCH: dict[str, Any] = {"topic": "search", "commands": ("find",)}
 _MACHINES: dict[str, Any] = {"topic": "machines", "commands": ("find", "train")}
 
 
-class _Trained(DeclaredRecord, frozen=True, kw_only=True):
-    """What a request names first: a model, who trains it, and on which GPUs."""
+class _FirstFields(DeclaredRecord, frozen=True, kw_only=True):
+    """First fields of a request: a model, who trains it, and on which GPUs."""
 
     model: str = kinds.MODEL(
         REQUIRED,
         "directory of a Hugging Face model, its id on the Hub such as Qwen/Qwen2.5-7B, or a "
         "catalog name such as Qwen3-0.6B",
         topic="model",
-        place="?",
+        nargs="?",
     )
     trainer: TriedTrainer = setting(
         "highwater",
         "what is tried: this package's engine, or a trainer that is started from outside",
-        commands=TRIED,
+        commands=TRIAL_COMMANDS,
         any_other="command",
     )
     command: str | None = kinds.COMMAND(
@@ -112,12 +112,12 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         "--trainer command: what starts it, with {length} and other values of the trial in its "
         "words; no shell runs it. --trainer accelerate: the script that it launches, likewise. "
         "any other trainer: the program, where it is not its own name in PATH",
-        TRIED,
+        TRIAL_COMMANDS,
     )
     trainer_config: str | None = kinds.FILE(
         None,
         "configuration of the trainer, your own, whose other fields stay",
-        (*PREDICTED, "recommend"),
+        (*PREDICTING_COMMANDS, "recommend"),
         helps=dict.fromkeys(
             ("predict", "recommend"),
             "configuration of the trainer, your own, that says what is trained",
@@ -128,7 +128,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         None,
         "what in the trainer's log shows that the steps are done, with a group `step` for "
         "their number; '': exit status 0 does; default: the usual progress lines",
-        TRIED,
+        TRIAL_COMMANDS,
     )
     gpus: tuple[int, ...] | None = kinds.COUNTS(
         None,
@@ -159,14 +159,14 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         None,
         "bound on the memory of each GPU, for example 79.15GiB; on the CPU of each process",
         TRAINED,
-        rung_field="memory_bytes",
+        sets="memory_bytes",
     )
     host_memory: Size | None = kinds.SIZE(
         None,
         "a machine's memory, of which nothing takes more; default: this machine's, or what "
         "machines with such GPUs usually have",
         (*IN_A_STEP, "train"),
-        rung_field="host_memory_bytes",
+        sets="host_memory_bytes",
         example="512GiB",
     )
     loss: Loss | None = None
@@ -177,12 +177,10 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     learning_rate: float | None = None
 
 
-_IN_OTHER_WORDS = {
-    row.rung_field: row.name for row in RUNG_ROWS.values() if row.name != row.rung_field
-}
-"""Fields of ``Settings`` that a request has in units or words of a user's: their names there."""
+_IN_OTHER_WORDS = {row.sets: row.name for row in RUNG_ROWS.values() if row.name != row.sets}
+"""Fields of ``Settings`` that a request names otherwise: ``accumulates`` as ``micro_batches``."""
 if TYPE_CHECKING:
-    _WithSettings = _Trained
+    _WithSettings = _FirstFields
 else:
     _WithSettings = msgspec.defstruct(
         "_WithSettings",
@@ -190,9 +188,9 @@ else:
             (each.name, each.type, each.default)
             for noun in (Settings, Hyperparameters, RolloutRequest)
             for each in msgspec.structs.fields(noun)
-            if each.name not in {*_Trained.__struct_fields__, *_IN_OTHER_WORDS}
+            if each.name not in {*_FirstFields.__struct_fields__, *_IN_OTHER_WORDS}
         ],
-        bases=(_Trained,),
+        bases=(_FirstFields,),
         frozen=True,
         kw_only=True,
     )
@@ -203,17 +201,17 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     "40m".
     """
 
-    # and every field of Settings, of Hyperparameters and of RolloutRequest, which are read as
+    # It has every field of Settings, of Hyperparameters and of RolloutRequest, too: read them as
     # `settings`, `hyperparameters` and `rollout_request`
 
     token_budget: Tokens | None = None
     timeout: Time | None = kinds.TIME(
         None,
         "longest time for one trial; default: 40m, or its share of the budget",
-        TRIED,
-        rung_field="timeout_s",
+        TRIAL_COMMANDS,
+        sets="timeout_s",
     )
-    steps: int = kinds.COUNT(2, "optimizer steps of a trial, 2 or more", TRIED, example=2)
+    steps: int = kinds.COUNT(2, "optimizer steps of a trial, 2 or more", TRIAL_COMMANDS, example=2)
     micro_batches: int = 2
     prompt_tokens: int | None = kinds.COUNT(
         None,
@@ -226,7 +224,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         None,
         "module:function that yields token batches: code of yours, which is run; default: "
         "synthetic ones",
-        TRIED,
+        TRIAL_COMMANDS,
     )
     device: Device | None = setting(
         None, "what to train on; default: cuda where there is a GPU", commands=TRAINED
@@ -235,19 +233,19 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         None,
         "where trials run: local, on this machine; ray, on the nodes of a running Ray cluster; "
         "default: local, and ray with --address",
-        commands=TRIED,
+        commands=TRIAL_COMMANDS,
     )
     address: str | None = kinds.ADDRESS(
         None,
         "the Ray cluster to join, from one of its machines; default: RAY_ADDRESS, or the one "
         "that runs here",
-        TRIED,
+        TRIAL_COMMANDS,
     )
-    log_dir: str = kinds.DIRECTORY("./logs", "directory of logs and studies", TRIED)
+    log_dir: str = kinds.DIRECTORY("./logs", "directory of logs and studies", TRIAL_COMMANDS)
     checkpoint_dir: str | None = kinds.DIRECTORY(
         None,
         "directory below which trials save what they save; default: under the log directory",
-        TRIED,
+        TRIAL_COMMANDS,
         example="./checkpoints",
     )
     memory_profiler: Profiling | None = kinds.STEPS(
@@ -263,7 +261,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         TRAINED,
     )
     allow_busy: bool = SWITCH(False, "also start on GPUs that somebody else uses", TRAINED)
-    dry_run: bool = SWITCH(False, "answer from a memory law; nothing is trained", TRIED)
+    dry_run: bool = SWITCH(False, "answer from a memory law; nothing is trained", TRIAL_COMMANDS)
     attention_depth: int | None = kinds.COUNT(
         None,
         "memory-only trial: attention over whole documents in the last N layers alone, on "
@@ -271,19 +269,19 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         ("try",),
     )
     start_length: Tokens = setting(
-        4096, "shortest length to try, in tokens", rung_field="start_tokens", **_LENGTHS
+        4096, "shortest length to try, in tokens", sets="start_tokens", **_LENGTHS
     )
     resolution: Tokens | None = setting(
         None,
         "step between lengths; default: 4096; of trials past the native length a quarter of it",
-        rung_field="resolution_tokens",
+        sets="resolution_tokens",
         **_LENGTHS,
     )
     max_length: Tokens | None = setting(
         None,
         "longest length to try; default: 1m tokens, on the CPU 8k",
         example="256k",
-        rung_field="max_tokens",
+        sets="max_tokens",
         **_LENGTHS,
     )
     method: Method = setting("bisect", "bisect, or linear: the published upward scan", **_SEARCH)
@@ -298,7 +296,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         None,
         "longest time for the search, which the same command goes on with; default: 15m for "
         "each layout, and no end where --proof or --timeout is named",
-        rung_field="budget_s",
+        sets="budget_s",
         example="2h",
         **_SEARCH,
     )
@@ -316,7 +314,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         "headroom that a length must leave to count, for example 2GiB",
         ("find", "predict", "recommend", "emit"),
         topic="search",
-        rung_field="margin_bytes",
+        sets="margin_bytes",
         example="2GiB",
     )
     study: str | None = kinds.FILE(
@@ -366,7 +364,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         _check_texts(self)
         for row in DECLARED.values():
             try:
-                getattr(self, row.rung_field)  # a size, a length or a time that can be read
+                getattr(self, row.sets)  # a size, a length or a time that can be read
             except UsageError as error:
                 raise RefusedError(row.name, error.problem, hint=error.hint) from error
         for name, default in DEFAULTS.items():
@@ -390,10 +388,10 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> Settings:
-        """What all rungs have in common; the ladder sets the others."""
+        """The settings that all rungs share; the ladder sets allocator and loss."""
         fields = (field for field in Settings.__struct_fields__ if field not in _OF_THE_LADDER)
         named = ((field, getattr(self, field)) for field in fields)
-        # what is "auto" is the default, or said by the cells that are made
+        # "auto" is left at the default: the cells that are made say what it is
         values = {field: value for field, value in named if value not in (None, "auto")}
         if self.token_budget is None:
             together = TRAITS[values["objective"]].documents_together
@@ -404,20 +402,20 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """What every rung trains with."""
+        """The numbers that every rung trains with."""
         every = ((name, getattr(self, name)) for name in DEFAULTS)
         return Hyperparameters(**{name: value for name, value in every if value is not None})
 
     @property
     def rollout_request(self) -> RolloutRequest:
-        """What is asked of the engine that generates."""
+        """The settings of the engine that generates."""
         return RolloutRequest(
             **{name: getattr(self, name) for name in RolloutRequest.__struct_fields__}
         )
 
     @property
     def on_ray(self) -> bool:
-        """Whether trials run on a Ray cluster."""
+        """True if trials run on a Ray cluster."""
         return self.runner == "ray" or (self.runner is None and self.address is not None)
 
     @property
@@ -444,7 +442,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step adds up the gradients of several micro-batches."""
+        """True if a step adds up the gradients of several micro-batches."""
         return self.micro_batches != 1
 
     @property
@@ -464,18 +462,18 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def timeout_s(self) -> float:
-        """Longest time for one trial, where no budget says another."""
+        """Longest time for one trial in seconds, where no budget says another."""
         return _USUAL_TIMEOUT_S if self.timeout is None else parse_seconds(str(self.timeout))
 
     @property
     def budget_s(self) -> float | None:
-        """Longest time for the whole search; None: nobody named one."""
+        """Longest time for the whole search in seconds; None: nobody named one."""
         return None if self.budget is None else parse_seconds(str(self.budget))
 
 
 _ROWS = {
     row.name: row
-    for noun in (_Trained, Settings, Hyperparameters, RolloutRequest, Request)
+    for noun in (_FirstFields, Settings, Hyperparameters, RolloutRequest, Request)
     for row in noun.declared
 }
 DECLARED: Mapping[str, Setting] = {
@@ -504,10 +502,10 @@ def taken_by(command: CommandName, *, but_not: CommandName | None = None) -> tup
 def request_from(
     values: Mapping[str, object], *, config_file: str | None = None, keywords: bool = False
 ) -> Request:
-    """The request in loose values: strings from a command line, keywords from Python, or what a
-    configuration file says. ``config_file`` names the file that the values come from, and
-    ``keywords`` that they come from Python, for errors that speak as the user does; neither: they
-    were typed. Raises UsageError for names and values that are not known, with the nearest that is.
+    """The request made of loose values: strings from a command line, keywords from Python, or those
+    of a configuration file. Errors speak as the user does: ``config_file`` names the file that the
+    values come from, ``keywords`` says that it is Python; neither: they were typed. Raises
+    UsageError for unknown names and values, with the nearest that is known.
     """
     spelling = in_file(config_file) if config_file else KEYWORDS if keywords else TYPED
     _check_names(values, spelling)
@@ -554,7 +552,7 @@ def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
 
 
 def _loosened(name: str, value: object) -> object:
-    """A list of its only number, and the number in a text: ``1e-6`` is a text in YAML."""
+    """The value with a lone number as a list, or a text as its number: ``1e-6`` in YAML is text."""
     if DECLARED[name].is_list and type(value) is int:
         return [value]
     if name == SETTING:
@@ -599,7 +597,7 @@ def _mistyped(
 
 
 def _refuse_card(gpus: object) -> None:
-    """Raise UsageError for a card's number, ``4090``, which `predict` takes, in a count's place."""
+    """Raise UsageError for a card's number in a count's place: ``4090``, as `predict` takes."""
     shown = " ".join(map(str, gpus)) if isinstance(gpus, list | tuple) else str(gpus)
     if (kind := kind_by_number(shown)) is not None:
         problem = f"gpus {shown!r} is {kind.name}, and a count is asked for"
@@ -607,7 +605,7 @@ def _refuse_card(gpus: object) -> None:
 
 
 def _elsewhere(shown: str) -> str:
-    """What is typed of GPUs that are named as `predict` is told them; UsageError for others."""
+    """Flags, within a hint, for GPUs named as `predict` takes them; UsageError for other texts."""
     meant = cluster(shown, gpu_memory_bytes=None, machine=None)
     memory = format_bytes(meant.device_bytes).replace(" ", "")
     works = f"--gpus {meant.gpus}`; find and try take as many that are elsewhere: `--gpus "
@@ -615,7 +613,7 @@ def _elsewhere(shown: str) -> str:
 
 
 def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple[str, ...]:
-    """Flags of these settings: allocator, loss and what is no default, less ``but_not``."""
+    """Flags of these settings: allocator, loss and all that are no default, less ``but_not``."""
     asked, usual = values_of(settings), values_of(_RUNG)
     named = {name: asked.pop(name) for name in _OF_THE_LADDER}
     named |= {name: value for name, value in asked.items() if value != usual.get(name)}
@@ -623,7 +621,7 @@ def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple
 
 
 def values_of(settings: Settings) -> dict[str, Any]:
-    """What names these settings in a request, by its fields."""
+    """The values of these settings in a request, by its fields."""
     values = {row.name: row.typed_for(getattr(settings, field)) for field, row in RUNG_ROWS.items()}
     if settings.token_budget_tokens is not None:
         del values["sequences_per_micro_batch"]
@@ -633,7 +631,7 @@ def values_of(settings: Settings) -> dict[str, Any]:
 def trial_flags(
     cell: Cell, length_tokens: int, foreign: ForeignName | None = None
 ) -> tuple[str, ...]:
-    """Flags of ``highwater try`` for a cell at a length, as far as its trainer is told them."""
+    """Flags of ``highwater try`` for a cell at a length, less those its trainer cannot be told."""
     refused = FOREIGN[foreign].refused(DECLARED) if foreign else ()
     whose = ("--trainer", foreign) if foreign else ()
     settings = setting_flags(cell.settings, but_not=refused)

@@ -16,23 +16,23 @@ KEPT = 4_000
 LOGGED = 32_000
 """Characters of such a text in a log, where a traceback stands before it."""
 REASON = 1_000
-"""Characters of a line that says why."""
+"""Most characters of a line that says why."""
 _MARK = 40
 _LONGEST_SECRET = 1_000
-"""Characters past a cut that are looked at: half of a secret is one."""
+"""Characters past a cut that are searched, too: half of a secret is one."""
 
 _NAME = (
     r"[\w-]{0,40}(?:token|secret|passw(?:or)?d|passphrase|credentials?"
     r"|(?:api|access|private|secret|session)[_-]?key|authorization)"
 )
 _HIDING = r"(?:secret|passw(?:or)?d|passphrase|(?:api|access|private|session)[_-]?key)"
-"""Names of nothing but secrets: whatever stands after them is one."""
+"""Names that only secrets have: whatever stands after them is hidden."""
 _SHORT = r"(?:(?<![a-z])(?:pass|pwd|pat|cookie))"
-"""Names that are secrets' where a flag or a variable has them."""
+"""Names that mean a secret only as a flag or a variable."""
 _NO_VALUE = r"(?![\"']?(?:none|null|true|false)\b)"
 _VALUE = r"(?:\"[^\"\n]+\"|'[^'\n]+'|[^\s\"',;&}]+)"
 _WORDS = rf"{_VALUE}(?:[ \t]+(?!-)[^\s\"'`,;&}})\]]+)*"
-"""A value and the words after it up to the next flag: whoever printed it left out its quotes."""
+"""A value and the words after it up to the next flag: they may have been printed without quotes."""
 _LOGIN = re.compile(
     r"(?i)((?<![\w-])(?:-u|--(?:[\w-]{0,40}-)?(?:user|login))(?:[ \t=]+|[\"'],[ \t]*[\"']))"
     r"(?!\d+:\d)[^\s:/\"']+:(?!/)[^\s\"']+"
@@ -46,7 +46,7 @@ _PATTERNS = (
     ),
     re.compile(rf"(?i)(--{_NAME}[ \t]+)(?!-|[\d.,]+(?:\s|$)){_VALUE}"),  # --hf-token ...
     re.compile(rf"(?i)({_NAME}[\"']?\s*=\s*[\"']?)(?![\d.,]+\b)[^\s\"',;&]{{6,}}"),  # HF_TOKEN=...
-    # "api_key": "...", of prose nothing
+    # "api_key": "...", but no prose
     re.compile(rf"(?i)({_NAME}[\"']?\s*:\s*[\"']?)(?=[a-z_.+/=-]*\d)[\w.+/=-]{{12,}}"),
     # --password 1234; and of a list of words, ['--password', '1234']
     re.compile(
@@ -76,13 +76,13 @@ _SECRETS = re.compile(
     r"|(?:api|access|private|secret|session|auth|ssh|wandb|account|storage|signing|encryption"
     r"|license)keys?$|token$|pass$|pwd$|(?<![a-z])pat$"
 )
-"""Ends of names of secrets, of letters alone but for what stands between words."""
+"""Ends of names of secrets, in lower case, with words joined or as they are."""
 _VOCABULARY = re.compile(
     r"(?:pad|eos|bos|eot|eod|unk|sep|cls|mask|image|img|video|audio|special|start|begin|end|stop"
     r"|think|tool|assistant|placeholder|ignore|first|last|next|new|max|min|per)token$"
     r"|(?:forward|backward|first|second|last|one|two|single|multi|per|by|com|high|low|band)pass$"
 )
-"""Ends of names of tokens that a model knows, and of passes over data."""
+"""Ends of names of a model's tokens, and of passes over data, which are no secrets."""
 _FLAG = re.compile(r"--?[\w.-]+")
 _LONG_FLAG = re.compile(r"--[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
 _ASSIGNED = re.compile(r"[\w.+-]+(?==)")
@@ -130,7 +130,7 @@ def _ends_value(word: str) -> bool:
 
 
 def _is_secret(name: str) -> bool:
-    """True if a flag or a variable has this name for a secret, however its words are joined."""
+    """True if a flag or a variable of this name has a secret, however its words are joined."""
     if name in ("PWD", "OLDPWD"):  # a shell's directories
         return False
     letters = re.sub(r"[^a-z]", "", name.lower())

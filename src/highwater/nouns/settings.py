@@ -1,5 +1,5 @@
 """Settings: what one rung fixes about the training step, whatever the model, the length and the
-GPUs; and in plain words, a few for a table's column, in full for a sentence.
+GPUs; and these in words, a few for a table's column, in full for a sentence.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,9 +11,9 @@ from highwater.nouns.codec import Record
 from highwater.nouns.declaration import (
     IN_A_STEP,
     MOST_SEQUENCES,
-    PREDICTED,
+    PREDICTING_COMMANDS,
     TRAINED,
-    TRIED,
+    TRIAL_COMMANDS,
     DeclaredRecord,
     Setting,
     setting,
@@ -59,7 +59,7 @@ HOST_SHARE = 0.85
 """Share of a machine's memory, or of its control group's, that activations may take."""
 
 TRAINED_OTHERWISE = ("lora", "lora_base", "optimizer")
-"""Fields after which something else is learned, which a guide can be asked for."""
+"""Fields that change what is learned, and that a guide can be asked for."""
 
 _PATTERN = SparsePatternConfig()
 PATTERN_FIELDS = (
@@ -69,30 +69,30 @@ PATTERN_FIELDS = (
     "local_window_size",
     "global_tokens",
 )
-"""Fields of a pattern, which have the same names in a rung."""
+"""Fields of a sparse pattern, which have the same names in a rung."""
 
 
 class ActivationPlan(Record, frozen=True, kw_only=True):
-    """Where the activations of so many layers lie; layers count from 0."""
+    """Places of the activations of a model's layers, which count from 0."""
 
     layers: int
     layers_on_gpu: int
-    """The last layers, whose activations stay on the GPU; all of them without host memory."""
+    """Number of last layers whose activations stay on the GPU; all, if none go to the host."""
 
     @property
     def layers_on_host(self) -> int:
-        """The first layers, whose activations leave for the host."""
+        """Number of first layers whose activations go to the host."""
         return max(0, self.layers - self.layers_on_gpu)
 
     def first_on_gpu(self, layer: int) -> int:
-        """The first layer whose activations are on the GPU while ``layer`` goes backward: with host
-        memory the one before it, whose are on their way back.
+        """The first layer whose activations are on the GPU during the backward pass of ``layer``:
+        with host memory the layer before, whose activations are on their way back.
         """
         return max(0, min(layer - 1, self.layers_on_host)) if self.layers_on_host else 0
 
 
 class Settings(DeclaredRecord, frozen=True, kw_only=True):
-    """One rung of the ladder."""
+    """Settings of a step: loss, allocator, offload and so on. A set that is tried is a rung."""
 
     strategy: Strategy = setting(
         "fsdp2", "how parameters, gradients and optimizer states are sharded"
@@ -133,8 +133,8 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         says_what=True,
         told={"chunked": ("chunked entropy", "a chunked entropy")},
     )
-    """``full``: from the logits as the loss has them; ``chunked``: recomputed, and the
-    log-probability from the same chunks: the logits are never whole, whatever ``loss`` says."""
+    """``full``: from the loss's own logits; ``chunked``: recomputed, and the log-probability from
+    the same chunks: the logits are never whole, whatever ``loss`` says."""
     optimizer: OptimizerName = setting(
         "adamw",
         "adamw: 16 bytes of states a parameter; adamw-8bit: 10, moments of 8 bits; adamw-bf16: "
@@ -143,7 +143,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         says_what=True,
         moves_loss=True,
     )
-    """What each keeps and needs is in nouns/objective.py."""
+    """``OPTIMIZERS`` (nouns/objective.py) says what each keeps and needs."""
     paged: bool = kinds.SWITCH(
         False,
         "the optimizer is bitsandbytes' paged one: CUDA moves its moments between GPU and host; in "
@@ -152,7 +152,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         labels={True: "paged"},
         told={True: ("moments paged", "the optimizer's moments in paged memory")},
     )
-    """By bitsandbytes' source, never measured here (``paged_bytes`` in model/footprint.py)."""
+    """By bitsandbytes' source, and never measured here (``paged_bytes`` in model/footprint.py)."""
     parameters: Parameters = setting(
         "float32",
         "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
@@ -172,7 +172,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
             "states": ("moments on host", "the optimizer's moments in host memory"),
         },
     )
-    """Both are true: see ``offloads_model`` and ``offloads_states`` (training/host_states.py)."""
+    """Both are truthy: ask ``offloads_model`` and ``offloads_states`` (training/host_states.py)."""
     deepspeed: DeepSpeed = setting(
         "none",
         "share states by DeepSpeed in the place of FSDP, in the step of Hugging Face's Trainer: "
@@ -181,7 +181,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         other_label="{}",
         told={...: ("DeepSpeed {}",) * 2},
     )
-    """By DeepSpeed's source, held against thirteen steps on GPUs (trainers/hugging_face.py)."""
+    """By DeepSpeed's source, compared with thirteen steps on GPUs (trainers/hugging_face.py)."""
     deepspeed_bucket: int | None = kinds.COUNT(
         None,
         "numbers of DeepSpeed's bucket of gradients, `reduce_bucket_size`; default: the square of "
@@ -242,11 +242,11 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     sequences_per_micro_batch: int = kinds.COUNT(
         1, "sequences packed into one micro-batch; default: 1, of pairs 2", says_what=True
     )
-    """Packed without padding."""
+    """They are packed without padding."""
     token_budget_tokens: int | None = kinds.TOKENS(
         None,
         "tokens of a micro-batch for each GPU: packs as many sequences as they hold",
-        PREDICTED,
+        PREDICTING_COMMANDS,
         name="token_budget",
         says_what=True,
     )
@@ -261,8 +261,8 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
             "none": ("no recomputation",) * 2,
         },
     )
-    """None, each decoder layer's, or all of a layer's but what its attention kernel returns:
-    faster, the more so the longer the sequence, for one more number per token and query channel."""
+    """Nothing, each decoder layer, or all of a layer but its attention kernel: the last is faster,
+    the more so the longer the sequence, and keeps one more number per token and query channel."""
     activations: Activations = setting(
         "gpu",
         "where recomputed layers keep what their backward pass needs: gpu, host memory, or auto: "
@@ -270,14 +270,14 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         labels={"host": "activations-on-host"},
         told={"host": ("activations on host", "the layers' activations in host memory")},
     )
-    """Each layer's input, and its attention's output if kept (engine/activations/host.py)."""
+    """Kept: each layer's input, and attention's output if not recomputed (activations/host.py)."""
     layers_on_gpu: int = kinds.COUNT(
         1,
         "activations host: the last layers, whose activations stay on the GPU",
         other_label="last-{}-on-gpu",
         told={...: ("last {} on GPU", "activations of the last {} layers on the GPU")},
     )
-    """At least one: during its backward pass the others' begin to come back."""
+    """At least one: during its backward pass the other layers' activations begin to come back."""
     mlp_tiles: int | None = kinds.COUNT(
         None,
         "tiles over the tokens that an MLP goes in; default: as recompute has them for free",
@@ -302,11 +302,11 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         moves_loss=True,
     )
     save_hf: SaveHf = setting(
-        "never", "when Hugging Face weights are written", commands=TRIED, says_what=True
+        "never", "when Hugging Face weights are written", commands=TRIAL_COMMANDS, says_what=True
     )
-    """After all steps (``always``), none (``never``) or the ``last``."""
+    """After every step (``always``), no step (``never``) or the ``last``."""
     checkpoint: Checkpoint = setting(
-        "none", "sharded: write model and optimizer after the last step", commands=TRIED
+        "none", "sharded: write model and optimizer after the last step", commands=TRIAL_COMMANDS
     )
     accumulates: bool = kinds.COUNT(
         True,
@@ -387,7 +387,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         return held // together * together
 
     def activation_plan(self, layers: int) -> ActivationPlan:
-        """Where the layers of a model keep what their backward pass needs."""
+        """The places of the activations of a model with so many layers."""
         on_gpu = layers if self.activations == "gpu" else min(self.layers_on_gpu, layers)
         return ActivationPlan(layers=layers, layers_on_gpu=on_gpu)
 
@@ -399,19 +399,19 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def named(self) -> frozenset[str]:
-        """The fields that somebody named, as far as that shows: they are not the default."""
+        """The fields that are not the default: as far as can be seen, those that were named."""
         usual = Settings()
         fields = self.__struct_fields__
         return frozenset(name for name in fields if getattr(self, name) != getattr(usual, name))
 
     @property
     def traits(self) -> ObjectiveTraits:
-        """What the objective needs."""
+        """The traits of the objective."""
         return TRAITS[self.objective]
 
     @property
     def adapters(self) -> Lora | None:
-        """What is trained in the place of the model; None where it is trained itself."""
+        """The adapters that are trained in the place of the model; None: the model itself is."""
         if self.lora is None:
             return None
         alpha = 2 * self.lora if self.lora_alpha is None else self.lora_alpha
@@ -419,59 +419,59 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def has_second_model(self) -> bool:
-        """Whether a reference is a model of its own: with adapters it is the policy without."""
+        """True if the reference is a second model; with adapters it is the policy without them."""
         return self.traits.has_reference and self.lora is None
 
     @property
     def offloads_model(self) -> bool:
-        """Whether parameters, gradients and optimizer states are all in host memory."""
+        """True if parameters, gradients and optimizer states are all in host memory."""
         return self.offload is True
 
     @property
     def offloads_states(self) -> bool:
-        """Whether the optimizer's moments alone are in host memory."""
+        """True if the optimizer's moments alone are in host memory."""
         return self.offload == "states"
 
     @property
     def uses_host(self) -> bool:
-        """Whether states or activations are in host memory."""
+        """True if states or activations are in host memory."""
         is_offloaded = self.offload is not False or "offload" in self.deepspeed
         return is_offloaded or self.paged or self.activations == "host"
 
     @property
     def optimizer_traits(self) -> OptimizerTraits:
-        """What the optimizer keeps, and needs."""
+        """The traits of the optimizer."""
         return OPTIMIZERS[self.optimizer]
 
     @property
     def pattern(self) -> SparsePatternConfig | None:
-        """What is kept of the keys; None where all are."""
+        """The sparse pattern of attention; None: dense attention keeps every key."""
         if self.attention == "dense":
             return None
         return SparsePatternConfig(**{name: getattr(self, name) for name in PATTERN_FIELDS})
 
     @property
     def trained_models(self) -> int:
-        """Models with gradients and optimizer states."""
+        """Number of models with gradients and optimizer states."""
         return 2 if self.critic else 1
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients stay allocated from the start, for micro-batches to be added to; else a
-        backward pass makes them as activations go, and the update lets go of them. Offloaded ones
+        """True if gradients stay allocated from the start, for micro-batches to be added to; else a
+        backward pass makes them as activations go, and the update frees them. Offloaded gradients
         stay: no activation wants their place in host memory.
         """
         return self.accumulates or self.offloads_model
 
     @property
     def holds_logits(self) -> bool:
-        """Whether the logits of a whole micro-batch are alive at once."""
+        """True if the logits of a whole micro-batch are alive at once."""
         return self.loss == "full" and self.entropy != "chunked" and not self.traits.gives_scalars
 
     @property
     def label(self) -> str:
         """The rung's name in published guides: ``vanilla``, ``Env``, ``Env + Offload``."""
-        parts = (row.label_of(getattr(self, row.rung_field)) for row in _IN_A_LABEL)
+        parts = (row.label_of(getattr(self, row.sets)) for row in _IN_A_LABEL)
         return " + ".join(filter(None, parts)) or "vanilla"
 
     @property
@@ -480,8 +480,8 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         return self.label.lower().replace(" ", "")
 
 
-RUNG_ROWS = {row.rung_field: row for row in Settings.declared}
-"""The settings of a rung, by field."""
+RUNG_ROWS = {row.sets: row for row in Settings.declared}
+"""The declared settings of a rung, by field."""
 _FIRST_IN_A_LABEL = (
     *("allocator", "offload", "activations", "loss", "entropy", "recompute", "mlp_tiles"),
     *("attention_head_groups", "attention"),
@@ -502,7 +502,7 @@ _COUNTED = (
     ("sequences_per_micro_batch", "sequences per micro-batch", ""),
     ("mlp_tiles", "MLP tiles", " or more, or leave it out"),
 )
-"""Settings of 1 or more and bounded above, in words, and what else does for one below."""
+"""Settings between 1 and ``MOST_SEQUENCES``: in words, and what a hint for a lower value adds."""
 _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
     (
         lambda s: s.token_budget_tokens is not None and s.token_budget_tokens < 1,
@@ -644,11 +644,11 @@ _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
         "use `--strategy fsdp2`, or `--offload`, which FSDP1 has",
     ),
 )
-"""What is refused: a test of the settings ``s``, and in their terms the problem and the hint."""
+"""Refusals: a test of the settings ``s``, and in their terms the problem and the hint."""
 
 
 def _refuse_idle(settings: Settings) -> None:
-    """Raise UsageError for a setting that says nothing beside the others."""
+    """Raise UsageError for a setting that has no effect beside the others."""
     kind, is_dense = settings.pattern_type, settings.attention == "dense"
     idle: dict[str, tuple[str, str]] = {}
     if is_dense:
@@ -679,16 +679,16 @@ _IN_A_TABLE, _IN_A_SENTENCE = 0, 1
 
 
 def shared_training(every: Iterable[Settings]) -> str:
-    """What all of them train, where that is something else than usual: ``LoRA of rank 16``."""
+    """The training that all have in common, if it is not the usual one: ``LoRA of rank 16``."""
     said = {", ".join(other_training(settings)) for settings in every}
     return said.pop() if len(said) == 1 else ""
 
 
 def short_settings(settings: Settings, *, but: str = "") -> str:
-    """What tells one row of a table from another: ``expandable, chunked loss, states on host``;
-    ``nothing set`` where nothing is. ``but`` is what all rows train, said above them.
+    """Settings in a few words, to tell rows of a table apart: ``expandable, chunked loss, states on
+    host``; ``nothing set`` without any. ``but``: what all rows train, if said above them.
     """
-    told = _told(settings, _IN_A_TABLE)
+    told = _words(settings, _IN_A_TABLE)
     first = [told.pop(name) for name in ("allocator", "loss", "entropy", "offload") if name in told]
     if "activations" in told and settings.offload is not False:  # both on the host: said once
         first[-1] = f"{first[-1].removesuffix(' on host')}, {told.pop('activations')}"
@@ -709,7 +709,7 @@ def settings_in_words(
     takes of the host's memory; ``is_lowered`` says that a micro-batch holds fewer sequences than by
     default, ``is_scaled`` that YaRN scales the positions.
     """
-    told = _told(settings, _IN_A_SENTENCE)
+    told = _words(settings, _IN_A_SENTENCE)
     first = [told.pop(name) for name in ("allocator", "loss", "entropy") if name in told]
     host = [told.pop("offload")] if "offload" in told else []
     takes = "" if host_bytes is None else f" ({format_bytes(host_bytes)} of it)"
@@ -721,11 +721,11 @@ def settings_in_words(
     return listed(said) or NOTHING_SET
 
 
-def _told(settings: Settings, where: int) -> dict[str, str]:
-    """What is said of each setting that is not the default, but for those of ``other_training``."""
+def _words(settings: Settings, where: int) -> dict[str, str]:
+    """Words for each setting, by name, that is no default and not in ``other_training``."""
     told: dict[str, str] = {}
     for row in _IN_A_LABEL:
-        value = getattr(settings, row.rung_field)
+        value = getattr(settings, row.sets)
         words, said = row.label_of(value), row.told.get(value, row.told.get(...))
         if words and said is not None:
             words = said[where].format(value)
@@ -740,9 +740,9 @@ _OF_ANOTHER_TRAINING = ("lora", "lora_targets", "lora_base", "optimizer", "param
 
 
 def other_training(settings: Settings) -> list[str]:
-    """What is trained, and how it is updated, where that is something else than all of a model by
-    AdamW in float32: ``LoRA of rank 32 beside a model in NF4``, ``AdamW with moments of 8 bits``.
-    Settings for one of these are none for another.
+    """Words for what is trained, and how it is updated, unless it is all of a model by AdamW in
+    float32: ``LoRA of rank 32 beside a model in NF4``, ``AdamW with moments of 8 bits``. Settings
+    for one such training are none for another.
     """
     said: list[str] = []
     if settings.lora is not None:
@@ -758,7 +758,7 @@ def other_training(settings: Settings) -> list[str]:
 
 
 def listed(words: Sequence[str]) -> str:
-    """``a, b and c``."""
+    """Join words: ``a, b and c``."""
     *first, last = words or ("",)
     return f"{', '.join(first)} and {last}" if first else last
 

@@ -2,8 +2,8 @@
 
 Attention is causal: shares are of the pairs of a token and one that is not after it.
 
-Source: the published ``SparsePatternConfig`` and its lengths; ``dilated_sparse`` keeps
-every so many-th block back from a row's own; ``strided`` half so and half a row's last blocks, as
+Source: the published ``SparsePatternConfig`` and its lengths; ``dilated_sparse`` keeps blocks at
+equal distances back from a row's own; ``strided`` half so, and half a row's last blocks, as
 Child et al. do by token, https://arxiv.org/abs/1904.10509; ``random`` draws them, spread evenly.
 Pairs that are kept are exact; ``engine/attention/block_table`` counts the same in its tables.
 """
@@ -21,17 +21,17 @@ PatternType = Literal[
 ]
 SparsityRatio = float | Literal["adaptive"] | None
 WINDOWED: tuple[PatternType, ...] = ("local_window", "global_local")
-"""Patterns whose window, and not a ratio, says what is kept."""
+"""Patterns that a window defines, and no ratio."""
 READ_BY: dict[str, tuple[PatternType, ...]] = {
     "local_window_size": WINDOWED,
     "global_tokens": ("global_local",),
 }
-"""Fields that some patterns alone read."""
+"""Fields that only some patterns read, and these patterns."""
 DEFAULT_RATIO = 0.1
 MOST_BLOCK_TOKENS = 4096
-"""Tokens of a block at the most: the scores of a pair of blocks are all at hand at once."""
+"""Most tokens of a block: the scores of a pair of blocks are all in memory at once."""
 SPARSE_KERNEL_BLOCK = 64
-"""Tokens that divide a block on GPUs. Source: the kernels of FlexAttention."""
+"""On GPUs a block is a multiple of so many tokens. Source: the kernels of FlexAttention."""
 ADAPTIVE = ((65_536, 0.05), (131_072, 0.02), (None, 0.01))
 """The published shares: 5 % up to 65,536 tokens, 2 % up to 131,072, 1 % above."""
 
@@ -40,7 +40,7 @@ _LEAST = {"block_size": 1, "local_window_size": 1, "global_tokens": 0, "seed": 0
 
 
 def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
-    """Raise UsageError for a word that is none of those that there are, with the nearest."""
+    """Raise UsageError for a value that is none of ``words``, with the nearest of them."""
     if value in words:
         return
     listed = "`highwater schema` lists every setting"
@@ -49,7 +49,7 @@ def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
 
 
 def is_count(value: object, *, least: int = 1) -> bool:
-    """True if a value is a whole number, and not too small."""
+    """True if a value is a whole number, and at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -66,24 +66,24 @@ def refuse_branches(lengths: Sequence[int], rates: Sequence[int]) -> None:
 
 
 class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
-    """Which earlier keys each query attends to, in blocks: how they are chosen, and how many."""
+    """The earlier keys that each query attends to, in blocks: how they are chosen, and how many."""
 
     pattern_type: PatternType = "dilated_sparse"
     sparsity_ratio: SparsityRatio = None
     """Share of the earlier key blocks that each block of queries KEEPS, its own among them: above
-    0, up to 1. ``adaptive``: the less, the longer the sequence. None: 0.1, and of a windowed
-    pattern what its window gives, which any other ratio contradicts."""
+    0, up to 1. ``adaptive``: the less, the longer the sequence. None: 0.1; in a windowed pattern
+    what its window gives, which no other ratio may contradict."""
     block_size: int = 128
     """Tokens of a block, of queries and of keys."""
     local_window_size: int = 512
-    """Tokens that a token sees of a windowed pattern: itself and those before it."""
+    """Tokens that a token sees in a windowed pattern: itself and those before it."""
     global_tokens: int = 64
     """First tokens of the sequence, which ``global_local`` lets every later token see."""
     seed: int = 0
     """Seed of ``random``'s draws."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a pattern that there is not, and for numbers that cannot be."""
+        """Raise UsageError for an unknown pattern, and for numbers out of range."""
         check_word("pattern_type", self.pattern_type, get_args(PatternType))
         self._check_ratio()
         for name, least in _LEAST.items():
@@ -116,22 +116,22 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
 
     @property
     def is_windowed(self) -> bool:
-        """True if a window says what is kept."""
+        """True if a window defines what is kept."""
         return self.pattern_type in WINDOWED
 
     @property
     def follows_content(self) -> bool:
-        """True if what is kept depends on queries and keys, and differs by head."""
+        """True if the kept keys depend on what queries and keys are, and differ by head."""
         return self.pattern_type == "block_top_k"
 
     def at(self, length_tokens: int) -> "SparsePatternConfig":
-        """The pattern with the share that ``adaptive`` has at a length, for parts of it."""
+        """The pattern for parts of a sequence: ``adaptive`` has the share of the whole length."""
         if self.sparsity_ratio != "adaptive":
             return self
         return self.replace(sparsity_ratio=self.ratio_at(length_tokens))
 
     def ratio_at(self, length_tokens: int) -> float:
-        """Share of the key blocks that a row of blocks keeps, of a pattern without a window."""
+        """Share of the key blocks that a row of blocks keeps, in a pattern without a window."""
         if self.sparsity_ratio == "adaptive":
             return next(
                 share for longest, share in ADAPTIVE if longest is None or length_tokens <= longest
@@ -140,18 +140,18 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
 
 
 _CONTRADICTED = 0.1
-"""Relative difference from which a window's share is another than the ratio that was asked for."""
+"""Relative difference from which a window's share contradicts the ratio that was asked for."""
 
 
 def causal_pairs(length_tokens: int) -> int:
-    """Pairs of a token and one that is not after it."""
+    """Number of pairs of a token and one that is not after it."""
     return length_tokens * (length_tokens + 1) // 2
 
 
 def kept_pairs(pattern: SparsePatternConfig, length_tokens: int) -> int:
-    """Pairs of a token and a key that it sees, of one head and one document. By a ratio each row of
-    blocks keeps its own block, whose half is causal, and whole earlier ones; by a window each token
-    what the window holds, and the global tokens before it.
+    """Pairs of a token and a key that it sees, in one head and one document. By a ratio each row of
+    blocks keeps its own block, of which half is causal, and whole earlier ones; by a window each
+    token keeps what the window holds, and the global tokens before it.
     """
     if pattern.is_windowed:
         return _pairs_in_window(pattern, length_tokens)
@@ -186,7 +186,7 @@ def dilated_pairs(
     pattern: SparsePatternConfig | None = None,
     is_causal: bool = True,
 ) -> int:
-    """Pairs kept of one document by all heads' branches of dilated attention, with a pattern."""
+    """Pairs of one document that the branches of dilated attention keep, over all heads."""
     total = 0
     for segment, rate in zip(segment_lengths, dilation_rates, strict=True):
         whole, rest = divmod(length_tokens, segment)
@@ -204,10 +204,10 @@ def dilated_pairs(
 
 
 def _counts(pattern: SparsePatternConfig, length_tokens: int) -> Iterator[int]:
-    """Blocks that each row keeps of those up to its own: the ratio, rounded up."""
+    """Blocks that each row keeps among those up to its own: the ratio of them, rounded up."""
     ratio = pattern.ratio_at(length_tokens)
     for row in range(-(-length_tokens // pattern.block_size)):
-        # what is a whole number but for its last bits is one
+        # a whole number but for its last bits is one
         yield max(1, math.ceil(ratio * (row + 1) - 1e-9))
 
 

@@ -82,7 +82,7 @@ class Grid(Record, frozen=True, kw_only=True):
 
     @property
     def _indices_up_to_native(self) -> int:
-        """Indices by ``step_tokens``: small steps are added while they stay below native."""
+        """Number of lengths by ``step_tokens``, up to the first that is native or longer."""
         below = self.native_length_tokens - self.start_tokens
         return 1 + max(0, -(-below // self.step_tokens))
 
@@ -106,7 +106,7 @@ def usual_grid(
     max_tokens: int = CEILING_TOKENS,
 ) -> Grid:
     """The lengths of the published tables, or as fine and as far as was asked, for a model of this
-    native length, past which steps are a quarter of it.
+    native length; past it steps are a quarter of it.
     """
     return Grid(
         start_tokens=start_tokens,
@@ -128,7 +128,7 @@ Limit = Literal["memory", "host_memory", "ceiling", "time", "inconclusive"]
 
 
 class Cell(Record, frozen=True, kw_only=True):
-    """One place of the answer's table: a layout on a rung."""
+    """Settings on a layout of GPUs: what has a capacity."""
 
     layout: Layout
     settings: Settings
@@ -140,7 +140,7 @@ class Cell(Record, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The settings and degrees: ``expandable, chunked loss, Ulysses 2``."""
+        """The settings and degrees in words: ``expandable, chunked loss, Ulysses 2``."""
         told, degrees = short_settings(self.settings), self.layout.degrees
         return ", ".join(degrees if degrees and told == NOTHING_SET else (told, *degrees))
 
@@ -172,9 +172,9 @@ class Question(Record, frozen=True, kw_only=True):
     grid: Grid
     method: Method = "bisect"
     confirm: int = 0
-    """Times that both trials of the edge are repeated, and lengths tried above it."""
+    """Times that both trials of the edge are repeated, and number of lengths tried above it."""
     margin_bytes: int = 0
-    """Headroom in bytes below which a trial does not count as one that fits."""
+    """Headroom in bytes that a trial has to leave to count as a fit."""
     steps: int = 2
     micro_batches: int = 2
     data: str | None = None
@@ -184,14 +184,14 @@ class Question(Record, frozen=True, kw_only=True):
     hyperparameters: Hyperparameters = Hyperparameters()
     """Numbers of optimizer and objective, the same on every rung, at every length."""
     timeout_s: float | None = None
-    """Longest time for one trial, where the answer depends on it: with the proof ``memory``. It is
-    how the question is asked, no part of it: with more time the same study goes further. In a
-    recorded study it is the limit when it was last opened (docs/decisions/026)."""
+    """Longest time for one trial in seconds, where the answer depends on it: with the proof
+    ``memory``. It is no part of the question: with more time the same study goes further. In a
+    recorded study it is the limit when that was last opened (docs/decisions/026)."""
     foreign: ForeignTrainer | None = None
     """The trainer that is tried; None: this package's engine."""
     prompt_tokens: int = PROMPT_TOKENS
-    """First tokens of a synthetic sequence that its trials do not train; of a foreign trainer, and
-    of data of the user's, without a meaning."""
+    """First tokens of a synthetic sequence that its trials do not train; it means nothing for a
+    foreign trainer, or a user's own data."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for a question without a cell, or with negative counts."""
@@ -222,13 +222,13 @@ class Question(Record, frozen=True, kw_only=True):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Bytes that one GPU may hold, the margin included: the budget, or all of it."""
+        """Bytes that one GPU may hold, the margin included: the budget, or the whole card."""
         return self.memory_budget_bytes or self.device_total_bytes
 
     @property
     def key(self) -> str:
-        """Digest of the question, which names its study. Without the place where the model lies,
-        its layers as they were read, which its configuration's digest tells, and the time limit.
+        """Digest of the question, which names its study. It leaves out where the model lies, its
+        layers as they were read (its configuration's digest tells them), and the time limit.
         """
         return key_of(
             self,
@@ -237,15 +237,15 @@ class Question(Record, frozen=True, kw_only=True):
         )
 
     def size_of(self, cell: Cell) -> int:
-        """Lengths of the grid that a cell can try: its token budget may end it earlier."""
+        """Number of the grid's lengths that a cell can try: a token budget may end them earlier."""
         longest = cell.settings.longest_tokens(context_degree=cell.layout.context_degree)
         if longest is None:
             return self.grid.size
         return min(self.grid.size, self.grid.index_at_most(longest))
 
     def tiled_from(self, cell: Cell) -> int:
-        """Index of the shortest length whose experts go in tiles: some shorter ones take more.
-        0 where they never do, or where a token budget says how much is packed.
+        """Index of the shortest length whose experts go in tiles: some shorter ones take more
+        memory. 0: they never do, or a token budget says how much is packed.
         """
         settings = cell.settings
         can_tile = self.model.shape.model_type in TILED_EXPERTS
@@ -255,8 +255,8 @@ class Question(Record, frozen=True, kw_only=True):
         return self.grid.index_at_most(whole_tokens // settings.sequences_per_micro_batch) + 1
 
     def growing_ranges(self, cell: Cell, size: int) -> Iterator[tuple[int, int]]:
-        """First and last index of lengths of which a longer one takes more, from ``size`` down to
-        1: they pack as many sequences, and all or none of them have experts in tiles.
+        """Ranges of grid indices, first and last, the longest lengths first. Within each a longer
+        length takes more: as many sequences are packed, and all experts go in tiles or none do.
         """
         tiled_from, degree = self.tiled_from(cell), cell.layout.context_degree
 
@@ -272,7 +272,7 @@ class Question(Record, frozen=True, kw_only=True):
             size = first - 1
 
     def counts_as_fit(self, result: TrialResult) -> bool:
-        """True of a fit, memory-only too, with known headroom as large as asked for."""
+        """True if a trial fit, memory-only too, with as much headroom as was asked for."""
         has_margin = self.margin_bytes == 0 or (result.headroom_bytes or 0) >= self.margin_bytes
         return result.outcome.is_fit and has_margin
 
@@ -332,8 +332,8 @@ class CellAnswer(Record, frozen=True, kw_only=True):
     mfu: float | None = None
     memory_only: MemoryOnlyFit | None = None
     """Proof ``memory``: the longest length that fit in a memory-only trial. None where it is no
-    longer than the capacity, which is the longest that was trained in full. The next length,
-    ``does_not_fit_tokens``, is this one's."""
+    longer than the capacity, which is the longest that was trained in full. ``does_not_fit_tokens``
+    is the next length after this one."""
 
     @property
     def reach_tokens(self) -> int | None:
@@ -342,21 +342,21 @@ class CellAnswer(Record, frozen=True, kw_only=True):
 
     @property
     def is_undecided(self) -> bool:
-        """True if a longer length may fit: time ended the search, or no attempt told."""
+        """True if a longer length may fit: time ended the search, or no attempt there told."""
         return self.limit in ("time", "inconclusive")
 
     @property
     def is_at_least(self) -> bool:
-        """True if something fit, and nothing longer was seen not to."""
+        """True if something fit, and no longer length is known not to."""
         return bool(self.reach_tokens) and self.does_not_fit_tokens is None
 
 
 class UnprovenAnswer(Record, frozen=True, kw_only=True):
-    """An answer that stands in a study and that its trials do not bear out."""
+    """An answer in a study that its trials do not prove."""
 
     answer: CellAnswer
     why: str
-    """Claims that the trials do not bear out, in words."""
+    """Claims of the answer that the trials do not prove, in words."""
 
 
 class RecordedTrial(Record, frozen=True, kw_only=True):
@@ -365,15 +365,15 @@ class RecordedTrial(Record, frozen=True, kw_only=True):
     spec: TrialSpec
     attempt: int = 1
     repeat: int = 0
-    """The number of the repeat: 0 for the first time, 1 and up for repeats that confirm it."""
+    """Number of the repeat: 0 for the first time, 1 and up to confirm it."""
     result: TrialResult | None = None
-    """The result of the trial; None where it started, and nobody lived to record its end."""
+    """The result of the trial; None: it started, and its end was never recorded."""
     timeout_s: float | None = None
     """The time limit under which the trial ended, where the question has one."""
 
     @property
     def cell(self) -> Cell:
-        """The cell that it is a trial of."""
+        """The cell that the trial belongs to."""
         return Cell(layout=self.spec.layout, settings=self.spec.settings)
 
     def ran_out_of_less_than(self, timeout_s: float) -> bool:
@@ -383,16 +383,16 @@ class RecordedTrial(Record, frozen=True, kw_only=True):
 
 
 class Past(Record, frozen=True, kw_only=True):
-    """The record that a study has of one cell, for whoever goes on with its search."""
+    """A study's record of one cell, for whoever goes on with its search."""
 
     answer: CellAnswer | None = None
-    """The answer, where no more time than it had could change it; it is not searched again."""
+    """The cell's answer, unless there is more time now than it had: it is not searched again."""
     trials: tuple[RecordedTrial, ...] = ()
     """Trials whose results are taken as they are, in the study's order."""
 
 
 class Expectation(Record, frozen=True, kw_only=True):
-    """A prediction of a cell before its first trial; a trace or file also ordered bisection."""
+    """A prediction of a cell before its first trial; one by trace or file also orders bisection."""
 
     cell: Cell
     likely_tokens: int
@@ -412,11 +412,11 @@ class Study(Record, frozen=True, kw_only=True):
     trials: tuple[RecordedTrial, ...] = ()
     """Trials in the order in which they started; one that was run again stands where it ended."""
     answers: tuple[CellAnswer, ...] = ()
-    """Answers that the trials bear out, in the order of the cells; one without any is absent."""
+    """Answers that the trials prove, in the order of the cells; a cell without one is absent."""
     unproven: tuple[UnprovenAnswer, ...] = ()
-    """Answers of the file that its trials do not bear out: their cells count as not answered."""
+    """Answers of the file that its trials do not prove: their cells count as not answered."""
     answers_within_s: tuple[float, ...] = ()
-    """The time limit of each answer, in their order; empty where the question has none."""
+    """Time limit of each answer in seconds, in their order; empty: the question has none."""
     expectations: tuple[Expectation, ...] = ()
     """Expectations of cells, in the question's order; empty for journals without them."""
     notes: tuple[str, ...] = ()
@@ -429,7 +429,7 @@ class Study(Record, frozen=True, kw_only=True):
 
     @property
     def versions(self) -> dict[str, tuple[str, ...]]:
-        """Versions that its trials said they ran with: each that there was, in their order."""
+        """Versions of packages that its trials ran with: by package, in order of appearance."""
         found: dict[str, dict[str, None]] = {}
         for trial in self.trials:
             for rank in trial.result.ranks if trial.result else ():
@@ -447,7 +447,7 @@ class Study(Record, frozen=True, kw_only=True):
         return next((answer for answer in self.answers if answer.cell == cell), None)
 
     def unproven_of(self, cell: Cell) -> UnprovenAnswer | None:
-        """The cell's answer that its trials do not bear out; None where there is none."""
+        """The cell's answer that its trials do not prove; None where there is none."""
         return next((each for each in self.unproven if each.answer.cell == cell), None)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
@@ -455,12 +455,12 @@ class Study(Record, frozen=True, kw_only=True):
         return tuple(trial for trial in self.trials if trial.cell == cell)
 
     def told_by(self, cell: Cell) -> tuple[tuple[TrialSpec, TrialResult], ...]:
-        """The cell's trials whose result tells something, in the order in which they started."""
+        """The cell's trials that fit or ran out of memory, in the order in which they started."""
         ended = ((each.spec, each.result) for each in self.trials_of(cell))
         return tuple((spec, result) for spec, result in ended if result and result.outcome.tells)
 
     def longest_fit_tokens(self, cell: Cell, outcome: Outcome | None = Outcome.FIT) -> int | None:
-        """The cell's longest fit so far by this outcome; None: by any, and where there is none."""
+        """The cell's longest fit so far, by this outcome (None: by any); None: there is none."""
         fits = (
             trial.spec.length_tokens
             for trial in self.trials_of(cell)
@@ -472,11 +472,11 @@ class Study(Record, frozen=True, kw_only=True):
 
     @property
     def complete(self) -> bool:
-        """True if every cell has an answer, within as much time as when it was last opened."""
+        """True if every cell has an answer, with no less time than at the last opening."""
         return len(self.answers_within(self.question.timeout_s)) == len(self.question.cells)
 
     def answers_within(self, timeout_s: float | None) -> tuple[CellAnswer, ...]:
-        """Answers given within no less time than this; all where the question has no limit."""
+        """Answers from no less time than this; all of them, where the question has no limit."""
         if timeout_s is None or not self.answers_within_s:
             return self.answers
         pairs = zip(self.answers, self.answers_within_s, strict=True)
@@ -503,9 +503,9 @@ RISK_IN_WORDS = (
 _LEAST_BYTES = 2 * GIB
 _SHARE = 3, 100
 HOST_KEPT = 0.95
-"""Share of host memory up to which states and activations there may be safe: others run there."""
+"""Share of host memory up to which states and activations may be safe: others use it, too."""
 _MOST_SHARE = 8
-"""On a GPU with less than 16 GiB, an eighth is left free: 2 GiB would be much of it."""
+"""Part of a GPU that is left free below 16 GiB, an eighth: 2 GiB would be much of it."""
 
 
 def default_headroom_bytes(device_bytes: int) -> int:

@@ -3,10 +3,10 @@
 A row names the module that has all the rest: the words of the trainer's configuration, its memory
 law, how a trial of it starts. It is imported when a part of it is asked for, by ``TrainerParts``.
 
-Foreign trainers: trainers that are not this package's engine, as the thing that is tried.
+Foreign trainers: trainers other than this package's engine, as the thing that is tried.
 
-``find`` and ``try`` start their own entry points, from the outside. What a question and a trial
-carry of one is a ``ForeignTrainer``; how it is started from that is trials/foreign_trial.py.
+``find`` and ``try`` start their own entry points, from the outside. A question and a trial carry a
+``ForeignTrainer``; trials/foreign_trial.py starts it.
 """
 
 import shlex
@@ -35,13 +35,13 @@ TrainerName = Literal[
     "ms-swift",
 ]
 """Trainers whose memory is predicted: by ``PREDICTED`` and ``MEMORY`` of their own modules, or of
-the trainer's by whose step they train."""
+the module of the trainer by whose step they train."""
 ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"]
-"""Trainers that are tried and are not this package's engine: ``TRIED`` and ``TRIAL``."""
+"""Trainers other than our engine that can be tried: by ``TRIED`` and ``TRIAL`` of their modules."""
 TriedTrainer = Literal["highwater", ForeignName]
 """Names that ``find --trainer`` takes: this package's engine, or a foreign trainer."""
 AnyTrainer = TrainerName | ForeignName
-"""Whoever found a capacity: a trainer whose memory is predicted, or one that is tried alone."""
+"""A trainer whose memory is predicted, or one that is only tried: either can have a capacity."""
 Target = Literal[
     "trinity",
     "verl",
@@ -53,7 +53,7 @@ Target = Literal[
     "llamafactory",
     "ms-swift",
 ]
-"""Whom a configuration is emitted for: ``TARGET``."""
+"""Trainers that a configuration is emitted for: by ``TARGET`` of their modules."""
 Traces = Literal["made", "bundled", "none"]
 
 OURS: TrainerName = "highwater"
@@ -61,20 +61,20 @@ OURS: TrainerName = "highwater"
 
 
 class Registered(NamedTuple):
-    """A trainer's row."""
+    """A trainer's row in the registry."""
 
     title: str
     """Its name as its users write it."""
     module: str
-    """Module of what is known of it, below ``highwater.trainers``."""
+    """Name of its module, below ``highwater.trainers``."""
     trains_by: TrainerName | None = None
     """The trainer whose step it composes, by whose law its memory is predicted. None: its own."""
     runs: str = ""
-    """What is known of runs of it beside that law; empty: no run was measured."""
+    """Words on runs of it that were compared with that law; empty: no run was measured."""
     lacks: frozenset[str] = frozenset()
-    """Settings of that step that its own configuration has no words for."""
+    """Settings of that step for which its own configuration has no words."""
     trained: str = ""
-    """What is trained with it, where it has no trainer itself."""
+    """Words for what is trained with it, if it has no trainer itself."""
 
 
 REGISTRY: Mapping[str, Registered] = {
@@ -104,20 +104,20 @@ PartT = TypeVar("PartT")
 
 
 class TrainerParts(Mapping[NameT, PartT]):
-    """One part of each trainer that has it, by the trainer's name: a constant of its module."""
+    """A part of each trainer that has it, a constant of its module, by the trainer's name."""
 
     def __init__(
         self, names: Any, constant: str, of_another: Callable[[PartT, str], PartT] | None = None
     ) -> None:
-        """``names``: the ``Literal`` of their names. ``of_another``: the part of a trainer by name
-        from that of the one by whose step it trains; None: each trainer has its own.
+        """``names``: the ``Literal`` of their names. ``of_another``: makes a trainer's part, by its
+        name, from that of the trainer by whose step it trains; None: each has its own.
         """
         self._names: tuple[NameT, ...] = get_args(names)
         self._constant = constant
         self._of_another = of_another
 
     def __getitem__(self, name: NameT) -> PartT:
-        """The part of a trainer, whose module is imported by now."""
+        """The part of a trainer; imports its module."""
         if name not in self._names:
             raise KeyError(name)
         other = REGISTRY[name].trains_by
@@ -135,42 +135,42 @@ class TrainerParts(Mapping[NameT, PartT]):
         return iter(self._names)
 
     def __len__(self) -> int:
-        """Number of them."""
+        """Number of the names."""
         return len(self._names)
 
 
 OF_OTHERS = {"deepspeed", "deepspeed_bucket", "liger", "paged"}
-"""Settings that no trainer has but one that says so."""
+"""Settings that only those trainers have whose ``settings`` name them."""
 
 
 class TrainerTraits(Record, frozen=True, kw_only=True):
-    """Knowledge of one trainer."""
+    """Traits of one trainer whose memory is predicted."""
 
     step: str
     """The step that is predicted, and what is particular about it, for a configuration's reader."""
     is_run: bool
-    """True if its trials are run here. If not, no trial of ours says anything about it."""
+    """True if its trials can run here. If not, no trial of ours says anything about it."""
     is_watched: bool = False
-    """True if its trials are watched from outside: a foreign trainer, whose formula is known."""
+    """True if its trials are watched from outside: a foreign trainer whose memory law is known."""
     settings: frozenset[str] | None = None
-    """The fields of ``Request`` that may be named for it: what its memory depends on, what names a
-    grid of lengths, and what takes no memory. None: every field."""
+    """The fields of ``Request`` that may be named for it: what its memory depends on, the grid of
+    lengths, and what takes no memory. None: every field."""
     traces: Traces
     """Traces of its step: made on demand, bundled for some models and layouts, or none."""
     ring_objectives: frozenset[Objective] | None = None
-    """Objectives whose sequences it shares round a ring, where the model's layers allow that and
-    nobody named a degree. None: it shares them by heads."""
+    """Objectives whose sequences it shares by a ring, if the model's layers allow that and nobody
+    named a degree. None: it shares them by heads."""
     offloads_states: bool = False
-    """True if its optimizer's moments can be in host memory by themselves, at a step's peak too."""
+    """True if its optimizer's moments alone can be in host memory, at a step's peak too."""
     rollout: RolloutTraits = RolloutTraits()
-    """What it tells an engine that generates beside it."""
+    """Its defaults for an engine that generates beside it."""
     usual_sequences: int = 1
-    """Sequences of a micro-batch where its users name none."""
+    """Sequences of a micro-batch where none are named."""
     reference_first: str = ""
-    """Its words by which a reference runs before training; empty: it has none."""
+    """Its setting by which a reference runs before training; empty: it has none."""
     targets: tuple[Target, ...] = ()
-    """Names in ``highwater emit --for`` of the configurations whose very step this is, its own
-    first: no other is predicted. Without any its settings are typed as flags."""
+    """Targets of ``highwater emit --for`` whose step is exactly this one, its own first: for no
+    other it is a prediction. Without any its settings are typed as flags."""
 
     @property
     def knows_every_setting(self) -> bool:
@@ -184,7 +184,7 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
 
 
 def _composed(traits: TrainerTraits, name: str) -> TrainerTraits:
-    """The traits of a trainer that composes another's step, by those of the other."""
+    """The traits of a trainer that composes another's step, made from the other's."""
     row = REGISTRY[name]
     return traits.replace(
         step=f"{row.title}'s step, taken as {traits.step}",
@@ -200,18 +200,18 @@ TRAINERS: Mapping[TrainerName, TrainerTraits] = TrainerParts(TrainerName, "PREDI
 
 
 def predicted_trainer(name: str) -> TrainerName | None:
-    """The trainer, where its memory is predicted; None of one that is tried alone."""
+    """The trainer of this name, if its memory is predicted; else None."""
     return next((known for known in TRAINERS if known == name), None)
 
 
 def predicted_traits(name: AnyTrainer) -> TrainerTraits | None:
-    """The traits of a trainer whose memory is predicted; None of one that is tried alone."""
+    """The traits of a trainer, if its memory is predicted; None: it is only tried."""
     known = predicted_trainer(name)
     return None if known is None else TRAINERS[known]
 
 
 def is_step_of(name: AnyTrainer, target: str) -> bool:
-    """True if a trainer's predicted step is the very one of an ``emit`` target's configuration."""
+    """True if the predicted step of trainer ``name`` is exactly that of an ``emit`` target."""
     traits = predicted_traits(name)
     return traits is not None and target in traits.targets
 
@@ -222,7 +222,7 @@ def trainer_title(name: AnyTrainer | Target) -> str:
 
 
 def known_runs(name: str, own_trials: int = 0) -> str:
-    """What is known of runs of a trainer that composes another's step; or the reader's trials."""
+    """Words on measured runs of a trainer that composes another's step, or on a user's trials."""
     if own_trials:
         return f"its interval is learned from {counted(own_trials, 'trial')} of yours"
     row = REGISTRY[name]
@@ -230,7 +230,7 @@ def known_runs(name: str, own_trials: int = 0) -> str:
 
 
 def predicted_as(name: str, own_trials: int = 0) -> str:
-    """``predicted``; and by whose step, where that is another's, with what is known of runs."""
+    """``predicted``; of a step of another trainer, as whose, and with ``known_runs``."""
     other = REGISTRY[name].trains_by
     if other is None:
         return "predicted"
@@ -238,7 +238,7 @@ def predicted_as(name: str, own_trials: int = 0) -> str:
 
 
 def step_in_words(name: AnyTrainer) -> str:
-    """Whose step it is, for readers of a configuration."""
+    """A trainer's step in words, for readers of a configuration."""
     traits = predicted_traits(name)
     return trainer_title(name) if traits is None else traits.step
 
@@ -249,16 +249,16 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     trainer: ForeignName
     command: tuple[str, ...] = ()
     """``command``: the words that start it, with placeholders (nouns/foreign_request.py), secrets
-    hidden; ``accelerate``: those that it launches (nouns/foreign_request.py). Of a trainer whose
-    command is made here the words that stand for its program; empty: its own name."""
+    hidden; ``accelerate``: the words that it launches. If a trainer's command is made here: the
+    words for its program; empty: its own name."""
     base_config_path: str | None = None
-    """Absolute path of the user's own configuration, whose fields stay where nothing asked says
-    otherwise; not in a key. None: the trainer starts from nothing."""
+    """Absolute path of the user's own configuration, whose fields stay unless the question says
+    otherwise; not in a key. None: there is none."""
     base_config_digest: str | None = None
     """Digest of the bytes in that file."""
     done_pattern: str | None = None
-    """Finds in the log that the steps are done; a group ``step`` is the number of steps so far.
-    Empty: exit status 0 proves it. None: the usual signs of progress (trainers/logs.py)."""
+    """Pattern in the log of done steps; a group ``step`` is the number of steps so far. Empty: exit
+    status 0 proves it. None: the usual signs of progress (trainers/logs.py)."""
     secrets_digest: str | None = None
     """Digest of the words as they were typed, where some of them are hidden: with another secret it
     is another question. It is too short to tell a secret by. None: none is hidden."""
@@ -270,7 +270,7 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "command", hidden)
 
     def as_typed(self, words: tuple[str, ...]) -> Self:
-        """The trainer with the words that were typed, to be started and never to be written."""
+        """The trainer with the words that were typed, to be started and never written down."""
         typed = self.replace()
         msgspec.structs.force_setattr(typed, "command", words)
         return typed
@@ -282,7 +282,7 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
 
     @property
     def typed(self) -> str:
-        """Its command as one types it, placeholders and all; empty where nobody typed one."""
+        """Its command as one types it, with placeholders; empty: nobody typed one."""
         is_usual = self.command == (self.trainer,)
         return "" if is_usual else " ".join(map(_typed, self.command))
 
@@ -305,21 +305,21 @@ def _typed(word: str) -> str:
 
 
 class ForeignTraits(Record, frozen=True, kw_only=True):
-    """Knowledge of one foreign trainer."""
+    """Traits of one foreign trainer."""
 
     settings: frozenset[str]
     """The fields of ``Request`` that may be named for it."""
     is_typed: bool = False
     """True if it is a command that the user types; else its configuration says what to start."""
     is_launched: bool = False
-    """True if a launcher that is told the layout starts that command; else the command itself says
-    how many processes there are, and how they share."""
+    """True if a launcher, which is told the layout, starts that command; else the command itself
+    says how many processes there are, and how they share."""
     objectives: frozenset[Objective] | None = None
     """Objectives that its trials are written for. None: what it trains is its own affair."""
     has_run_on_gpus: bool = True
     """True if its trials were tried on GPUs; else only on the CPU."""
     loss: Loss = "full"
-    """Loss of its rungs: ``chunked`` where its own loss never holds them whole."""
+    """Loss of its rungs: ``chunked`` if its own loss never holds all logits at once."""
 
     def refused(self, named: Iterable[str]) -> list[str]:
         """The fields of ``Request`` among ``named`` that it cannot be told, sorted."""
@@ -334,7 +334,7 @@ FROM_OUTSIDE = frozenset(
         *("max_concurrent_trials", "runner", "address"),
     )
 )
-"""Fields of ``Request`` that are set around any trainer, without a word of its own."""
+"""Fields of ``Request`` that apply to any trainer, without a setting of its own."""
 
 SHARED = {*("ulysses", "ring", "copies", "micro_batches", "sequences_per_micro_batch")}
 """Fields that say how GPUs share the work."""
@@ -350,14 +350,14 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = TrainerParts(ForeignName, "TRIED"
 BY_COMMAND: Mapping[str, str] = {
     name: REGISTRY[name].title for name in get_args(Target) if name not in FOREIGN
 }
-"""Titles of trainers that ``emit`` writes for and that a command of the user's alone starts, by the
-name that somebody may give to ``--trainer``: nobody has seen a step of theirs on the CPU."""
+"""Titles of trainers that ``emit`` writes for and that only a user's own command starts, by the
+name that may be typed after ``--trainer``: no step of theirs was seen on the CPU."""
 PAGE = "docs/other_trainers.md"
-"""Place of those commands."""
+"""Document with these commands."""
 
 
 def foreign_name(name: str) -> ForeignName | None:
-    """The foreign trainer of this name; None for a name of no such trainer, as our engine's."""
+    """The foreign trainer of this name; None: it is no foreign trainer, as our engine."""
     return next((known for known in FOREIGN if known == name), None)
 
 
@@ -367,7 +367,7 @@ _INSTEAD: Mapping[str, str] = {
     "command": "leave `--command` out, or use `--trainer command`",
     "rollout": "leave `rollout` out: `highwater predict` says what one takes, and no trial has any",
 }
-"""A hint in the place of a refused setting, where it is not the engine's alone."""
+"""Hints for refused settings that are not the engine's alone."""
 
 
 def refuse_inexpressible(trainer: ForeignName, named: Iterable[str], spelling: Spelling) -> None:

@@ -1,10 +1,10 @@
-"""Trainings: what crosses the door for a whole run of training, and what its first rank says.
+"""Trainings: what a whole run of training is told, and what its first rank says.
 
 The step is a trial's: ``TrainingSpec.trial`` is what a search would have tried, and models, memory
 and the step are made from it. Beside it stands what a trial has not: a corpus, a schedule,
 evaluation, checkpoints.
 
-Training: what is asked of ``highwater train`` beside a trial's settings; a run's result.
+``TrainingRequest`` has what ``highwater train`` is asked beside a trial's settings.
 """
 
 import math
@@ -36,16 +36,16 @@ ScheduleName = Literal["constant", "linear", "cosine"]
 
 
 class Schedule(Record, frozen=True, kw_only=True):
-    """The learning rate's course over a run, as a factor of the hyperparameters' own."""
+    """The learning rate's course over a run, as a factor of the hyperparameters' rate."""
 
     name: ScheduleName = "constant"
     warmup_steps: int = 0
-    """Steps over which the rate rises equally to the whole; the first has 0, as in transformers."""
+    """Steps over which the rate rises evenly to the whole; the first has 0, as in transformers."""
     steps: int
     """Steps of the whole run."""
 
     def factor(self, step: int) -> float:
-        """The factor of an optimizer step, the first is 1. Source: transformers 5, from step 0."""
+        """The factor of an optimizer step, the first is 1. Source: transformers 5 (from step 0)."""
         done = step - 1
         if done < self.warmup_steps:
             return done / max(1, self.warmup_steps)
@@ -62,8 +62,8 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
     """One run of training: everything that its weights may depend on, and where it writes."""
 
     trial: TrialSpec
-    """The step: model, layout, settings, hyperparameters, length and memory. ``steps``, ``data``
-    and ``micro_batches`` in it say nothing here."""
+    """The step: model, layout, settings, hyperparameters, length and memory. Its ``steps``,
+    ``data`` and ``micro_batches`` are not read."""
     corpus: Corpus
     evaluation: Corpus | None = None
     """Corpus that is evaluated and never trained; None: nothing is."""
@@ -73,23 +73,23 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
     """Micro-batches of the whole step, over all data-parallel ranks, which take turns in them."""
     schedule: Schedule
     evaluate_every: int = 0
-    """Steps between evaluations; 0: only after the last one. There is one before the first step."""
+    """Steps between evaluations; 0: only after the last. One comes before the first step, too."""
     save_every: int = 0
     """Steps between checkpoints; 0: only after the last one."""
     output_directory: str
     """Absolute path of the run's folder."""
     model_directory: str
-    """Absolute path of the model's folder, which is made at the end: not there before."""
+    """Absolute path of the model's folder, which is made when the run ends: not there before."""
     resume_from: str | None = None
     """Name of the checkpoint to go on from, ``step-000100``; None: the latest."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for what cannot be divided."""
+        """Raise UsageError for micro-batches of which ranks cannot have equally many."""
         refuse_uneven(self.micro_batches, self.trial.layout.data_parallel_degree)
 
 
 def refuse_uneven(rows: int, ranks: int) -> None:
-    """Raise UsageError for rows of a step of which data-parallel ranks cannot have as many each."""
+    """Raise UsageError for rows of a step of which data-parallel ranks cannot have equally many."""
     if rows < 1 or rows % ranks:
         raise UsageError(
             f"{counted(rows, 'row')} a step, and {ranks} GPUs or groups of GPUs that have as many "
@@ -100,16 +100,16 @@ def refuse_uneven(rows: int, ranks: int) -> None:
 
 def run_digest(spec: TrainingSpec) -> str:
     """Digest of what decides a run's curve: two runs with one digest have one curve, but for the
-    order of sums. How the model is spread over GPUs, what is recomputed or in host memory, and when
-    something is saved or evaluated is not in it. What has its default is left out, so that a
-    setting that is added later changes no digest.
+    order of sums. It leaves out how the model is spread over GPUs, what is recomputed or in host
+    memory, and when something is saved or evaluated; and every default, so that a setting that is
+    added later changes no digest.
     """
     decisive = _decisive(spec)
     return digest({name: it for name, it in decisive.items() if it != _USUAL.get(name, ...)})
 
 
 def differences(before: TrainingSpec, now: TrainingSpec) -> tuple[str, ...]:
-    """Changes of what decides the curve, in a few words each, the most telling first."""
+    """The changes in what decides the curve, in a few words each, the most telling first."""
     was, is_ = _decisive(before), _decisive(now)
     changed = [name for name in dict.fromkeys((*was, *is_)) if was.get(name) != is_.get(name)]
     return tuple(
@@ -123,19 +123,19 @@ _ANOTHER = {
     "config_digest": "the model is another: its config.json differs",
     "corpus_digest": "the data is another: its files, its tokenizer or how it is cut differ",
 }
-"""Sentences for what nobody reads a value of."""
+"""Sentences on values that nobody can read: digests."""
 _WORDS = {
     "length_tokens": "--length",
     "micro_batches": "--rows",
     "sequences": "--sequences-per-micro-batch",
     "steps": "--steps, on which the schedule depends",
 }
-"""Users' names of values that have another name than their flag."""
+"""Users' names of values that are called otherwise than their flags."""
 _FOLLOWS = {
     **dict.fromkeys(("lora_alpha", "lora_targets", "lora_base"), "lora"),
     "steps": "schedule",
 }
-"""Values that need not be told where this other one changed, too."""
+"""Values that are not named as changed if this other one changed, too."""
 _OF_SETTINGS = tuple(name for name, row in RUNG_ROWS.items() if row.moves_loss)
 _USUAL: Mapping[str, Any] = {
     **DEFAULTS,
@@ -193,13 +193,13 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_step(name: str) -> int | None:
-    """The step of the checkpoint whose folder has this name; None: no whole checkpoint has it."""
+    """The step of the checkpoint whose folder has this name; None: it is no checkpoint's name."""
     found = _CHECKPOINT.fullmatch(name)
     return None if found is None else int(found[1])
 
 
 class RunState(Record, frozen=True, kw_only=True):
-    """State of a run; in each of its checkpoints."""
+    """State of a run, as each of its checkpoints has it."""
 
     step: int
     """Optimizer steps that are done."""
@@ -220,16 +220,16 @@ class RunState(Record, frozen=True, kw_only=True):
 
 
 class BestCheckpoint(Record, frozen=True, kw_only=True):
-    """The checkpoint of a run with the best evaluation; beside them."""
+    """The checkpoint of a run with the best evaluation, in a file beside the checkpoints."""
 
     checkpoint: str
-    """Name of its folder."""
+    """Name of the checkpoint's folder."""
     step: int
     loss: float
 
 
 class TrainingProgress(Record, frozen=True, kw_only=True):
-    """A word of the first rank about where it is, for whoever draws a bar."""
+    """A report of the first rank on where a run is."""
 
     phase: str
     """In words: "building the model", "training", "evaluating", "saving"."""
@@ -243,7 +243,7 @@ class TrainingProgress(Record, frozen=True, kw_only=True):
     tokens: int = 0
     """Tokens trained since this process began."""
     seconds: float = 0.0
-    """Seconds of those steps."""
+    """Seconds of the steps since this process began."""
 
 
 RECOMMENDED = "recommended"
@@ -314,7 +314,7 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
         "for each GPU, or group of GPUs that share a sequence)",
         **_RUN,
     )
-    """Micro-batches of the whole step."""
+    """Micro-batches of a whole step."""
     resume_from: str | None = setting(
         None,
         "go on from this one, for example step-000100; default: the latest",
@@ -327,7 +327,7 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
         0, "steps between evaluations (default: before the first and after the last)", **_RUN
     )
     save_every: int = COUNT(0, "steps between checkpoints (default: after the last)", **_RUN)
-    """Also when it is told to stop."""
+    """One is also saved when the run is told to stop."""
     report_to: tuple[ReporterName, ...] = setting(
         (),
         "also report the statistics of each step to these, each by its own package; without an "
@@ -339,7 +339,7 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for what cannot be."""
+        """Raise UsageError for data, output or numbers that cannot be."""
         if not self.data:
             raise UsageError(
                 "there is nothing to train on", hint="name a file: `--data data.jsonl`"
@@ -378,7 +378,7 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def length_tokens(self) -> int:
-        """The length, as a number."""
+        """The length in tokens."""
         return parse_tokens(str(self.length))
 
 
@@ -407,7 +407,7 @@ class TrainingResult(Record, frozen=True, kw_only=True):
 
     schema_version: int = 1
     status: Literal["done", "stopped"]
-    """``stopped``: it was told to, and left a checkpoint."""
+    """``stopped``: the run was told to stop, and left a checkpoint."""
     step: int
     """Optimizer steps that are done."""
     steps: int
@@ -420,7 +420,7 @@ class TrainingResult(Record, frozen=True, kw_only=True):
     model_directory: str | None = None
     """The exported model or adapter; None where the run was stopped."""
     tokens_per_s: float | None = None
-    """Tokens trained a second, by the steps since the run last started."""
+    """Tokens trained a second, over the steps since the run was last started."""
     peak_bytes: int | None = None
-    """The most that a GPU had in use, or a process's data segment on the CPU; of this start."""
+    """Most bytes in use of a GPU, or of a process's data segment on the CPU, since that start."""
     notes: tuple[str, ...] = ()

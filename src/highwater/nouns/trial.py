@@ -1,9 +1,9 @@
-"""Trials: what crosses the door to the data plane, and what comes back.
+"""Trials: what goes to the data plane, and what comes back.
 
-TrialSpec goes there, each rank writes a RankReport, and TrialResult is the verdict.
+A TrialSpec goes there, each rank writes a RankReport, and a TrialResult is the verdict.
 
-Runner and Launcher: whatever runs trials, and whatever makes the processes of one; and a job as
-both planes know it: an order in JSON, and the report, or the refusal, that is left.
+A Runner runs trials, a Launcher makes the processes of one. A job, as both planes know it, is an
+order in JSON, and the report or the refusal that it leaves.
 
 ``python -m MODULE ORDER REPORT`` is the process of a job, which ``trials/job.py`` starts: ORDER is
 read, REPORT written, in a folder that is the job's alone.
@@ -33,7 +33,7 @@ from highwater.nouns.trainer import ForeignTrainer
 from highwater.units import counted
 
 PROMPT_TOKENS = 2048
-"""Prompt of a sequence in published trials, and in those before a prompt could be named."""
+"""Tokens of the prompt in published trials, and in those from before it could be named."""
 
 _DATA_SOURCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -46,20 +46,20 @@ _NOT_IN_A_KEY = (
 
 
 class Outcome(StrEnum):
-    """The end of a trial; exactly one."""
+    """The end of a trial: exactly one of these."""
 
     FIT = "FIT"
     """All optimizer steps done, loss finite, every process exited 0, a result written."""
     MEMORY_ONLY_FIT = "MEMORY_ONLY_FIT"
-    """A fit of a trial with an attention depth, which says what memory holds, nothing more."""
+    """A fit of a trial with an attention depth: memory holds the length, and no more is known."""
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
     """An allocation failed under the budget: on the device, or on the CPU under its limit."""
     HOST_OUT_OF_MEMORY = "HOST_OUT_OF_MEMORY"
     """Host memory ran out under a trial on GPUs."""
     TIMEOUT = "TIMEOUT"
-    """Not done in time; says nothing about memory."""
+    """The trial was not done in time; this says nothing about memory."""
     CRASHED = "CRASHED"
-    """Anything else; says nothing about memory."""
+    """The trial ended in any other way; this says nothing about memory."""
 
     @property
     def is_fit(self) -> bool:
@@ -73,26 +73,26 @@ class Outcome(StrEnum):
 
     @property
     def tells(self) -> bool:
-        """True if the trial says if memory holds its length; a timeout or a crash does not."""
+        """True if the trial shows whether memory holds its length: no timeout or crash does."""
         return self.is_fit or self.is_memory
 
 
 ReporterName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 REPORTERS: tuple[ReporterName, ...] = get_args(ReporterName)
-"""Packages that show the statistics of steps, each an extra of its name."""
+"""Packages that show the statistics of steps, each of them an extra of this package."""
 
 
 class StatisticsFiles(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """Files in which a launch writes the statistics of its steps; no part of what it is asked. A
-    recorded run may have a field that is gone.
+    """Files in which a launch writes the statistics of its steps; no part of what it is asked.
+    Unknown fields are ignored: a recorded run may have one that is gone.
     """
 
     path: str
     """Absolute path of the file that gets a line for each step."""
     report_to: tuple[ReporterName, ...] = ()
-    """Packages that are told the statistics, too."""
+    """Packages that get the statistics, too."""
     reports_directory: str | None = None
-    """Absolute path of the directory for what they keep on a disk; set where any is named."""
+    """Absolute path of the directory for the packages' own files; set if any is named."""
     logit_range: bool = False
     """True if smallest, largest and mean logits are among them: one more pass over the logits."""
 
@@ -110,16 +110,16 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     hyperparameters: Hyperparameters = Hyperparameters()
     length_tokens: int
     memory_budget_bytes: int | None = None
-    """Bound on device used per GPU, on the CPU on a worker's data segment; None: the card."""
+    """Bound on device used of each GPU, or on a CPU process's data segment; None: the card."""
     host_memory_bytes: int | None = None
     """Bound on the memory of a machine; None: what its control group may take."""
     steps: int = 2
     """Optimizer steps: two or more, so that optimizer states are alive at the peak."""
     micro_batches: int = 2
-    """Micro-batches per step and rank; one alone where the settings add none up: then gradients
-    are made in its backward pass, and are not alive before."""
+    """Micro-batches per step and rank; exactly 1 where the settings do not accumulate: then
+    gradients are made in its backward pass, and are not alive before."""
     prompt_tokens: int = PROMPT_TOKENS
-    """First tokens of a synthetic sequence, of half of it at the most, that are not trained."""
+    """First tokens of a synthetic sequence that are not trained; of half of it at the most."""
     seed: int = 0
     data: str | None = None
     """``module:function`` that yields token batches instead of the synthetic ones."""
@@ -203,7 +203,7 @@ class TrialSpec(Record, frozen=True, kw_only=True):
 
     @property
     def is_memory_only(self) -> bool:
-        """True if a fit of this trial is no training."""
+        """True if a fit of this trial is a memory-only fit."""
         return self.attention_depth is not None
 
     @property
@@ -213,7 +213,7 @@ class TrialSpec(Record, frozen=True, kw_only=True):
 
 
 class MemoryBudget(Record, frozen=True, kw_only=True):
-    """The parts of ``--memory``: budget = context + NCCL + what the allocator may reserve."""
+    """The parts of a memory budget: context + NCCL + what the allocator may reserve."""
 
     budget_bytes: int
     context_bytes: int
@@ -224,7 +224,7 @@ class MemoryBudget(Record, frozen=True, kw_only=True):
 
 
 class RankMemory(Record, frozen=True, kw_only=True):
-    """Peaks of one rank over all steps, on the CPU since the process began; None: no notion."""
+    """Peaks of one rank over all steps, on the CPU since the process began; None: unknown there."""
 
     peak_allocated_bytes: int | None = None
     peak_active_bytes: int | None = None
@@ -239,37 +239,37 @@ class RankMemory(Record, frozen=True, kw_only=True):
 
 
 class AliveMemory(Record, frozen=True, kw_only=True):
-    """Memory a rank had allocated as it ran out, as the engine knows it without a history."""
+    """Memory a rank had allocated as it ran out, as far as the engine knows without a history."""
 
     parameters_bytes: int
     gradients_bytes: int
     optimizer_states_bytes: int
     activations_bytes: int | None = None
-    """All that a pass had allocated besides what is told here: saved for its backward pass, being
+    """All that a pass had allocated besides the other fields: saved for its backward pass, being
     computed, or keys and values on their way around a ring. It is what was allocated then, less
     what was between two steps: nobody counts it tensor by tensor."""
     logits_bytes: int | None = None
-    """Blocks of logits that the loss was working on."""
+    """Blocks of logits that the loss was computing with."""
     communication_bytes: int | None = None
     """Parameters that FSDP had gathered, and its buffers."""
     unattributed_bytes: int | None = None
-    """Memory without a name: of a pass only what was there between two steps already."""
+    """Memory without a name; in a pass only what was there between two steps already."""
     allocated_bytes: int | None = None
-    """All of it."""
+    """All that was allocated."""
     reserved_bytes: int | None = None
     largest_free_bytes: int | None = None
-    """The largest piece of what was reserved and not allocated."""
+    """The largest free piece of what was reserved."""
     requested_bytes: int | None = None
-    """The request for which there was no room."""
+    """Bytes of the request for which there was no room."""
     requested_by: str | None = None
-    """The engine's line that asked, ``highwater/engine/models/loss.py:84 forward``; None where none
-    did: most of a backward pass runs without one."""
+    """The engine's line that asked, ``highwater/engine/models/loss.py:84 forward``; None: no line
+    of it did, as in most of a backward pass."""
     device_free_bytes: int | None = None
-    """Bytes that the driver still had."""
+    """Bytes that the driver had left."""
 
     @property
     def fragmented_bytes(self) -> int | None:
-        """Bytes that the allocator had, and nobody used."""
+        """Bytes that the allocator had reserved and nobody used."""
         if self.reserved_bytes is None or self.allocated_bytes is None:
             return None
         return max(0, self.reserved_bytes - self.allocated_bytes)
@@ -279,7 +279,7 @@ FailureKind = Literal["device_memory", "host_memory", "refused", "error"]
 
 
 class Failure(Record, frozen=True, kw_only=True):
-    """Why a rank did not finish."""
+    """The reason why a rank did not finish."""
 
     kind: FailureKind
     phase: str
@@ -292,20 +292,20 @@ class Failure(Record, frozen=True, kw_only=True):
     hint: str | None = None
     """Something to type, for a failure of the kind ``refused``."""
     layer: int | None = None
-    """The decoder layer that the rank was in, the first is 0; None for none, or where nothing told:
-    a backward pass tells where layers are recomputed."""
+    """The decoder layer that the rank was in, the first is 0; None: none, or unknown: in a backward
+    pass only layers that are recomputed tell."""
     alive: AliveMemory | None = None
-    """Memory that was allocated, where it ran out."""
+    """Memory that was allocated, if memory ran out."""
 
 
 class Save(Record, frozen=True, kw_only=True):
-    """One checkpoint that a rank had a part in."""
+    """A rank's part in one checkpoint."""
 
     kind: Literal["sharded", "hf"]
     time_s: float
     """Seconds from the end of the step until it was on the disk."""
     written_bytes: int
-    """Bytes of this rank alone; of Hugging Face weights rank 0 writes everything."""
+    """Bytes that this rank wrote; Hugging Face weights are written by rank 0 alone."""
 
 
 Weights = Literal["saved", "random"]
@@ -325,7 +325,7 @@ class RankReport(Record, frozen=True, kw_only=True):
     """Norm of the whole gradient of each step, before clipping."""
     step_times_s: tuple[float, ...] = ()
     saves: tuple[Save, ...] = ()
-    """Saves in their order; their times are not in the steps'."""
+    """Saves in their order; their times are not in ``step_times_s``."""
     first_step_at_unix_s: float | None = None
     """Clock time at which the first step began, after the rehearsal."""
     parameters: int | None = None
@@ -362,7 +362,7 @@ class TrialResult(Record, frozen=True, kw_only=True):
     @property
     def peak_reserved_bytes(self) -> int | None:
         """Largest peak reserved of any rank; on the CPU the largest data segment; of a foreign
-        trainer on GPUs, of whose allocator nothing is known, the most that the driver reported.
+        trainer on GPUs, whose allocator is not seen, the most that the driver reported.
         """
         memories = [rank.memory for rank in self.ranks]
         peaks = (
@@ -373,13 +373,13 @@ class TrialResult(Record, frozen=True, kw_only=True):
 
     @property
     def headroom_bytes(self) -> int | None:
-        """Smallest headroom of any rank: budget or card, less what was used at the peak."""
+        """Smallest headroom of any rank: budget or card, less what it used at the peak."""
         rooms = [_headroom(rank) for rank in self.ranks]
         return min((room for room in rooms if room is not None), default=None)
 
     @property
     def first_failed(self) -> RankReport | None:
-        """The rank that failed before the others; None where none said that it did."""
+        """The rank that failed before the others; None: no rank reported a failure."""
         failed = [rank for rank in self.ranks if rank.failure is not None]
         return min(
             failed,
@@ -389,7 +389,7 @@ class TrialResult(Record, frozen=True, kw_only=True):
 
     @property
     def step_time_s(self) -> float | None:
-        """Time of the last step on the slowest rank: the first one warms up."""
+        """Seconds of the last step on the slowest rank: the first step warms up."""
         last = (rank.step_times_s[-1] for rank in self.ranks if rank.step_times_s)
         return max(last, default=None)
 
@@ -409,7 +409,7 @@ def _headroom(rank: RankReport) -> int | None:
 
 
 def kept_result(result: TrialResult) -> TrialResult:
-    """A trial's result as it is told and recorded, whatever its processes wrote."""
+    """A trial's result as it is shown and recorded: without secrets, long texts cut."""
     return result.replace(
         reason=kept(result.reason, most=REASON),
         ranks=tuple(kept_report(rank) for rank in result.ranks),
@@ -417,7 +417,7 @@ def kept_result(result: TrialResult) -> TrialResult:
 
 
 def kept_report(report: RankReport) -> RankReport:
-    """A rank's report as it is kept: secrets in its texts are hidden, long ones cut."""
+    """A rank's report as it is recorded: without secrets, long texts cut."""
     failure = report.failure
     if failure is None:
         return report
@@ -427,13 +427,13 @@ def kept_report(report: RankReport) -> RankReport:
 
 
 TOLD_S = 0.5
-"""Seconds after which whoever waits for a trial is told again what it is doing."""
+"""Seconds between two words on what a trial is doing, for whoever waits for it."""
 OnPhase = Callable[[str], None]
-"""Hears about twice a second what the first rank of a trial is doing: ``step 1 of 2``."""
+"""Function that is told, about twice a second, what a trial's first rank does: ``step 1 of 2``."""
 
 
 def unheard(phase: str) -> None:
-    """Listen to no phase."""
+    """Ignore a phase."""
 
 
 class Launch(Record, frozen=True, kw_only=True):
@@ -444,7 +444,7 @@ class Launch(Record, frozen=True, kw_only=True):
     repeat: int = 0
     """Number of the repeat: above 0 the same trial once more, to confirm it."""
     timeout_s: float | None = None
-    """Longest time from launch to exit; None: what the launcher gives to any."""
+    """Longest time from launch to exit in seconds; None: the launcher's default."""
 
 
 class TrialEndedError(Exception):
@@ -467,14 +467,14 @@ class Launcher(Protocol):
 
 
 class Runner(Protocol):
-    """Runs trials, several at once where there is room. One thread asks it."""
+    """Runs trials, several at once where there is room. One thread uses it."""
 
     def has_room(self, spec: TrialSpec) -> bool:
-        """True if a trial would start now, beside those that run; true where none does."""
+        """True if a trial would start at once beside those that run; always where none runs."""
         ...
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial that has room, as ``Launcher.launch``; threads call ``on_phase``."""
+        """Start a trial that has room, as ``Launcher.launch``; its threads call ``on_phase``."""
         ...
 
     def close(self) -> None:
@@ -489,26 +489,26 @@ Order = TypeVar("Order", bound=Record)
 
 
 class Refused(Record, frozen=True, kw_only=True):
-    """Why a job has no report, as a user is told."""
+    """A job's refusal in the place of its report, as a user is told."""
 
     problem: str
     hint: str
     is_machine: bool = False
-    """True if the machine refuses, and not what was asked."""
+    """True if the machine is the reason (MachineError), and not the request (UsageError)."""
 
     def error(self) -> HighwaterError:
-        """The error again."""
+        """The error that it was made from."""
         return (MachineError if self.is_machine else UsageError)(self.problem, hint=self.hint)
 
 
 def refused(error: HighwaterError) -> Refused:
-    """An error for the user, as it crosses processes."""
+    """The refusal that takes an error to another process."""
     is_machine = isinstance(error, MachineError)
     return Refused(problem=error.problem, hint=error.hint, is_machine=is_machine)
 
 
 def serve(kind: type[Order], work: Callable[[Order, Path], Record]) -> None:
-    """Be a job's process: do the ``work`` of its order, and leave its result or HighwaterError."""
+    """Be a job's process: do the ``work`` of its order, and write its result or HighwaterError."""
     order, report = map(Path, sys.argv[1:3])
     try:
         left = work(from_json(order.read_bytes(), kind), report.parent)
@@ -518,6 +518,6 @@ def serve(kind: type[Order], work: Callable[[Order, Path], Record]) -> None:
 
 
 def tell_phase(folder: Path, phase: str) -> None:
-    """Leave word of what a job does, for whoever waits. Nothing depends on it."""
+    """Write what a job is doing, for whoever waits; a failure to do so is ignored."""
     with suppress(OSError):
         write_whole(folder / PHASE_FILE, phase.encode())

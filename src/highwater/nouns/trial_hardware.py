@@ -19,7 +19,7 @@ from highwater.units import GIB, MIB, format_bytes
 _PROCESSES_PER_CORE = 4
 """Processes for each core beyond which a trial on the CPU would only wait."""
 _MOST_CPU_BYTES = 8 * GIB
-"""Memory that a process on the CPU may take where nobody names a limit, at most."""
+"""Most memory of a process on the CPU where no limit is named."""
 
 
 class TrialHardware(NamedTuple):
@@ -52,7 +52,7 @@ class TrialHardware(NamedTuple):
 
 
 def hardware_of(request: Request, machine: Machine, model: Model, device: Device) -> TrialHardware:
-    """The part of a machine that a request means; raises for what is missing or impossible."""
+    """The part of a machine that a request means. Raises UsageError or MachineError without one."""
     if request.device is None and device == "cpu":
         _refuse_what_needs_a_gpu(request, machine, model)
     counts = _counts(request, machine, device, model)
@@ -63,9 +63,9 @@ def hardware_of(request: Request, machine: Machine, model: Model, device: Device
 
 
 def cpu_memory(request: Request, machine: Machine) -> int:
-    """Bytes that each process on the CPU may take where nobody names a limit: half of the free
-    memory, shared by all that run at once. In steps of 512 MiB, below 1 GiB of 128 MiB: what is
-    free a moment later then mostly asks the same question.
+    """Bytes that each process on the CPU may take where no limit is named: its share of half of the
+    free memory, in steps of 512 MiB, below 1 GiB of 128 MiB: what is free a moment later then
+    mostly asks the same question.
     """
     processes = max(request.gpus or (1,)) * (request.max_concurrent_trials or 1)
     share = min(machine.host_memory_available_bytes // (2 * processes), _MOST_CPU_BYTES)
@@ -79,7 +79,7 @@ def used_gpus(machine: Machine, *, device: Device, count: int) -> tuple[Gpu, ...
 
 
 def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -> None:
-    """Raise MachineError for states and processes that this machine's host memory does not hold."""
+    """Raise MachineError if a cell's states and processes are larger than this host's memory."""
     for cell in cells:
         gpus, settings = cell.layout.gpus, cell.settings
         states = host_state_bytes(
@@ -102,7 +102,7 @@ def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -
 
 
 def _refuse_what_needs_a_gpu(request: Request, machine: Machine, model: Model) -> None:
-    """Raise MachineError for what is meant for GPUs: it must not become a question to the CPU."""
+    """Raise MachineError for a request that is meant for GPUs: it must not go to the CPU."""
     workers, budget = max(request.gpus or (1,)), request.memory_bytes
     if workers > 1:
         meant = f"{workers} GPUs are asked for"
@@ -122,7 +122,7 @@ def _refuse_what_needs_a_gpu(request: Request, machine: Machine, model: Model) -
 
 
 def _cpu_search(request: Request, model: Model) -> str:
-    """A search on the CPU that can be answered: of this model where it has room, or a tiny one."""
+    """A search on the CPU to type: of this model if it is small enough, else of a tiny one."""
     if model.shape.parameters * STATE_BYTES_PER_PARAMETER > GIB // 2:
         return CPU_SEARCH
     return f"highwater find {shlex.quote(request.model)} {CPU_FLAGS}"
@@ -157,7 +157,7 @@ def _counts(request: Request, machine: Machine, device: Device, model: Model) ->
 
 
 def _check_memory(request: Request, machine: Machine, model: Model, where: TrialHardware) -> None:
-    """Raise for a memory that is not named or not there, and for a headroom that leaves nothing."""
+    """Raise for a memory limit that is missing or too large, and for a headroom of all of it."""
     budget, total_bytes = request.memory_bytes, where.total_bytes
     limit = budget or total_bytes
     if limit is None and where.device == "cuda":

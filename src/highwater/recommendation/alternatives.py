@@ -33,11 +33,11 @@ _RESTRICTIONS = (
     *("allocator", "loss", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
     "attention_head_groups",
 )
-"""Settings that keep rungs, layouts or what saves memory out of what is tried."""
+"""Settings that keep rungs, layouts or savings of memory from being tried."""
 
 
 _Change = tuple[str, tuple[str, ...], tuple[str, ...], Goal]
-"""A change to try: in words, flags to add, flags to leave out, and the goal that it makes."""
+"""A change to try: in words, flags to add, flags to leave out, and the changed goal."""
 
 
 def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple[Alternative, ...]:
@@ -75,8 +75,8 @@ def _first(kind: AlternativeKind, changes: Iterable[_Change]) -> Alternative | N
 
 
 def _more_gpus(goal: Goal, rollout_gpus: int) -> Iterator[_Change]:
-    """More GPUs of the same kind, the fewest first: above a machine's in copies that a machine
-    holds, where copies were named.
+    """More GPUs of the same kind, the fewest first; if they need several machines, with copies of
+    the states within a machine where copies were named.
     """
     for where in _larger_clusters(goal):
         larger = replace(goal, where=where, memory_limit=with_usual_host(goal.memory_limit, where))
@@ -87,7 +87,7 @@ def _more_gpus(goal: Goal, rollout_gpus: int) -> Iterator[_Change]:
 
 
 def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
-    """More GPUs of the kind, the fewest first; of machines that were named multiples of them."""
+    """More GPUs of the kind, the fewest first; if machines were named, multiples of them."""
     where = goal.where
     if where.machines > 1:
         for doubled in range(1, (MOST_GPUS_TRIED // where.gpus).bit_length()):
@@ -103,7 +103,7 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
 
 
 def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator[_Change]:
-    """As many of each larger kind, the smallest first; AMD's only where those asked about are."""
+    """As many GPUs of each larger kind, the smallest first; AMD's only if those asked about are."""
     has_trials = runs_trials(goal.where.device_name)
     kinds = [
         kind
@@ -123,7 +123,7 @@ def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator
         left_bytes = device_bytes - reserved_bytes
         limit = goal.memory_limit.replace(device_bytes=left_bytes)
         memory_limit = with_usual_host(limit, where)
-        if memory_limit.host_bytes is None:  # nobody knows what its machines have: no more
+        if memory_limit.host_bytes is None:  # unknown: no more than now
             memory_limit = limit
         larger = replace(goal, where=where, memory_limit=memory_limit)
         flags = _gpu_flags(where, rollout_gpus)
@@ -131,7 +131,7 @@ def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator
 
 
 def _more_host_memory(goal: Goal) -> Alternative | None:
-    """The host memory with which the same GPUs train the length; None where that is not it."""
+    """The host memory with which the same GPUs train the length; None: it would not help."""
     if goal.memory_limit.host_bytes is None:
         return None
     limit = goal.memory_limit.replace(host_bytes=None, usual_host=None)
@@ -144,7 +144,7 @@ def _more_host_memory(goal: Goal) -> Alternative | None:
 
 
 def _needed_technique(goal: Goal) -> Alternative:
-    """What takes most of the nearest, where no change of settings is predicted to fit."""
+    """The largest term of the nearest cell, where no change of settings is predicted to fit."""
     question, _ = goal.question(goal.budgets[-1], length_tokens=goal.length_tokens)
     cells = predict_by_formula(question, goal.memory_limit, goal.trainer, goal.known(question))
     nearest = min(cells, key=lambda predicted: predicted.lacks_bytes or 0)
@@ -160,7 +160,7 @@ def _needed_technique(goal: Goal) -> Alternative:
 
 def _techniques(goal: Goal) -> Iterator[_Change]:
     """Changes of settings to try, one after another."""
-    if goal.settings.get("copies", [1]) != [1]:  # typed, or of a user's file
+    if goal.settings.get("copies", [1]) != [1]:  # typed, or in a user's file
         one = replace(goal, settings={**goal.settings, "copies": [1]})
         yield "one copy of the states, in shards", ("--copies", "1"), (), one
     for name in _RESTRICTIONS:
@@ -176,7 +176,7 @@ def _techniques(goal: Goal) -> Iterator[_Change]:
 
 
 def _rollouts(goal: Goal) -> Iterator[_Change]:
-    """Changes of what vLLM takes: GPUs that share its model, then more of each GPU, then less."""
+    """Changes of vLLM's memory: GPUs that share its model, then more of each GPU, then less."""
     asked = goal.memory_limit.rollout
     if asked is None:
         return
@@ -194,7 +194,7 @@ def _rollouts(goal: Goal) -> Iterator[_Change]:
 
 
 def _other_trainings(goal: Goal) -> Iterator[_Change]:
-    """Changes of what is learned: states of few bits, then adapters, then a base in few bits."""
+    """Changes of what is learned: states in few bits, then adapters, then a base in few bits."""
     others: list[tuple[str, dict[str, object]]] = []
     if "lora" not in goal.settings:
         few_bits: dict[str, object] = {"optimizer": "adamw-8bit"}
@@ -217,11 +217,11 @@ def _other_trainings(goal: Goal) -> Iterator[_Change]:
 
 
 def _rings(goal: Goal) -> Iterator[_Change]:
-    """The ring with which the simplest settings fit, beside as many heads as can be traded."""
+    """A change to the ring with which the simplest settings fit, beside the most Ulysses."""
     shape, gpus = load_model(goal.model).shape, goal.where.gpus
     traits = TRAINERS[goal.trainer]
     if gpus == 1 or traits.refused(["ring"]) or traits.ring_objectives is not None:
-        return  # none to share round, or tried by itself
+        return  # there is none, or it is tried anyway
     divisors = [degree for degree in range(1, gpus + 1) if gpus % degree == 0]
     heads = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
     every: dict[str, object] = {"ulysses": heads, "ring": divisors[1:]}
@@ -236,7 +236,7 @@ def _rings(goal: Goal) -> Iterator[_Change]:
 
 
 def _gpu_flags(where: Cluster, rollout_gpus: int) -> tuple[str, ...]:
-    """Flags that name these GPUs, those for rollout too; none where one may not ask."""
+    """Flags that name these GPUs, with those for rollout; empty if that cannot be asked."""
     every = where.replace(gpus=where.gpus + rollout_gpus)
     if where.may_shard_across and every.gpus > MOST_GPUS_OF_A_MACHINE:
         return ()
@@ -253,7 +253,7 @@ def tried_recommendation(
     studies: Sequence[Study],
     settings: Mapping[str, Any],
 ) -> Recommendation:
-    """Simplest settings in a foreign trainer's studies; UsageError where none has an answer."""
+    """Recommend the simplest settings in a foreign trainer's studies; UsageError without one."""
     others = [name for name in settings if name != "headroom"]
     if others:
         row, title = DECLARED[others[0]], trainer_title(trainer)
@@ -298,7 +298,7 @@ def tried_recommendation(
 
 
 def measured_cells(study: Study, gpus: int, length_tokens: int) -> dict[Cell, Candidate]:
-    """Candidates that a study's trials tell of at a length, by cell."""
+    """Candidates that a study's trials prove or disprove at a length, by cell."""
     found_in = study.path or "a study"
     unknown = (
         unknown_candidate(

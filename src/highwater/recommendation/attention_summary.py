@@ -1,5 +1,5 @@
-"""What follows from a benchmark of attentions: longest lengths, the fit of memory, other GPUs, what
-sharing brings, what to use. Pure; ``pages/attention`` shows it.
+"""Conclusions from a benchmark of attentions: longest lengths, the fit of memory, other GPUs, what
+sharing brings, what to use. Pure; ``pages/attention`` shows them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,39 +22,39 @@ from highwater.nouns.hardware import gpu_catalog, lacking, runs_trials
 Why = Literal["ran out of memory", "took too long", "crashed", "longest tried", "red"]
 _USE_CASES = ((16_384, 32_768), (32_768, 65_536), (65_536, 131_072), (131_072, None))
 FAR = 64
-"""Times past the longest measured length that a prediction goes at the most."""
+"""Multiple of the longest measured length up to which lengths are predicted."""
 _WELL_DESCRIBED = 0.05
-"""Largest relative error of a peak up to which overhead and bytes per token are the formula."""
+"""Largest relative error of a peak with which a linear formula is taken."""
 _LATE_PART = 4
-"""Part of the longest length from which on peaks tell what is to come."""
+"""Divisor of the longest length: if no line fits all peaks, those from there on are tried."""
 _LONGEST_TOKENS = 1 << 34
 LEAST_LENGTHS = 3
-"""Lengths that tell a formula: through two of them there is always one."""
+"""Fewest lengths that a formula is fitted to: through two of them one always goes."""
 LengthPeak = tuple[int, int]
 """A length, and the bytes of its peak."""
 
 
 class MemoryFit(Record, frozen=True, kw_only=True):
-    """LengthPeak of a GPU by the length of a sequence, which all GPUs hold together."""
+    """Peak memory of a GPU as a polynomial of a sequence's length, which all GPUs hold together."""
 
     overhead_bytes: float
     bytes_per_token: float
     bytes_per_pair: float
-    """Of the square of the length; 0 where memory is linear in it."""
+    """Bytes for each square of the length; 0 if memory is linear in it."""
     points: int
-    """Lengths that it was fitted to."""
+    """Number of lengths that it was fitted to."""
     longest_tokens: int
     """The longest of them."""
     largest_error: float
     """Largest relative error of a measured peak."""
 
     def peak_bytes(self, length_tokens: int) -> float:
-        """Bytes that are allocated at the peak."""
+        """Bytes that are allocated at the peak, at this length."""
         line = self.overhead_bytes + self.bytes_per_token * length_tokens
         return line + self.bytes_per_pair * length_tokens**2
 
     def longest_within(self, free_bytes: float) -> int:
-        """Longest length whose peak is within so many bytes, rounded down; 0 where none is."""
+        """Longest length whose peak is within so many bytes, rounded down; 0: none is."""
         low, high = 0, _LONGEST_TOKENS
         while high - low > 1:
             middle = (low + high) // 2
@@ -64,43 +64,43 @@ class MemoryFit(Record, frozen=True, kw_only=True):
 
 
 class LongestLength(OfEntry, frozen=True, kw_only=True):
-    """The longest length that an implementation held."""
+    """The longest length of one entry that ran to its end."""
 
     gpus: int
     fits_tokens: int | None
-    """None where none did."""
+    """None: no length did."""
     fails_tokens: int | None
-    """The shortest above it that did not."""
+    """The shortest length above it that did not; None: there is none."""
     why: Why
-    """What ended it."""
+    """The reason why the search ended above it."""
     row: BenchRow | None
-    """What it costs there."""
+    """The measured case at that length."""
 
     @property
     def time_s(self) -> float:
-        """Seconds of a pass there; 0 where there is none."""
+        """Seconds of a pass at that length; 0: there is none."""
         return (self.row and self.row.time_s) or 0.0
 
 
 class MemoryEstimate(OfEntry, frozen=True, kw_only=True):
-    """The formula of an implementation's memory."""
+    """The formula of an entry's memory."""
 
     fit: MemoryFit
     reserved_ratio: float
-    """What the allocator reserved at the longest length, of what was allocated; 1 on the CPU."""
+    """Bytes reserved over bytes allocated, at the longest length; 1 on the CPU."""
 
 
 class PredictedLongest(OfEntry, frozen=True, kw_only=True):
-    """Predicted: the longest length on another kind of GPU, by memory alone."""
+    """The longest length that is predicted for another kind of GPU, by memory alone."""
 
     gpu: str
     memory_bytes: int
     gpus: int
     tokens: int
     is_least: bool
-    """Whether more is predicted, so far past what was measured that nothing is said of it."""
+    """True if more is predicted, but too far past what was measured."""
     lacking: tuple[str, ...] = ()
-    """What this kind has not, and what was measured may need."""
+    """Abilities that this kind lacks, and what was measured may need."""
 
 
 class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
@@ -109,9 +109,9 @@ class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
     gpus: int
     length_tokens: int
     speedup: float
-    """Tokens a second, of one GPU's with dense attention, or the same one, at this length."""
+    """Tokens a second over those of one GPU (``AttentionBench.order.alone``) at this length."""
     length_ratio: float | None
-    """Its longest length over one GPU's; None where either is unknown, or both were cut off."""
+    """Longest length over one GPU's; None: one is unknown, or both were the longest tried."""
 
     @property
     def efficiency(self) -> float:
@@ -120,20 +120,20 @@ class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
 
 
 class UseCase(Record, frozen=True, kw_only=True):
-    """A range of lengths, and what was measured to hold all of it: on one GPU where any does."""
+    """A range of lengths, and the attentions that held all of it: on one GPU if any does."""
 
     from_tokens: int
     to_tokens: int | None
-    """None: as long as can be."""
+    """None: the range has no end."""
     direction: Direction
     exact: str | None
-    """The fastest that attends as dense attention does."""
+    """The fastest that computes the same as dense attention; None: none held the range."""
     sparse: str | None
-    """The fastest that makes it another model."""
+    """The fastest that makes another model of it; None: none held the range."""
 
 
 class AttentionSummary(Record, frozen=True, kw_only=True):
-    """All of it."""
+    """All conclusions from one benchmark."""
 
     longest: tuple[LongestLength, ...]
     estimates: tuple[MemoryEstimate, ...]
@@ -143,7 +143,7 @@ class AttentionSummary(Record, frozen=True, kw_only=True):
 
 
 def attention_summary(bench: AttentionBench) -> AttentionSummary:
-    """Everything that the measured figures tell."""
+    """Draw all conclusions from the measured figures."""
     by_entry = {entry: _longest(bench, entry) for entry in entries(bench)}
     longest, estimates = tuple(by_entry.values()), tuple(_estimates(bench))
     return AttentionSummary(
@@ -156,7 +156,7 @@ def attention_summary(bench: AttentionBench) -> AttentionSummary:
 
 
 def contestants(longest: Sequence[LongestLength], direction: Direction) -> list[LongestLength]:
-    """Those that lengths can be had by: neither the reference, nor DataParallel's copies."""
+    """The entries to choose from: neither the reference, nor DataParallel's copies."""
     return [
         each
         for each in longest
@@ -167,12 +167,12 @@ def contestants(longest: Sequence[LongestLength], direction: Direction) -> list[
 
 
 def entries(bench: AttentionBench) -> list[Entry]:
-    """What was measured, in its order."""
+    """The entries that were measured, in their order."""
     return list(dict.fromkeys(row.entry for row in bench.rows))
 
 
 def rows_of(bench: AttentionBench, entry: Entry, *, batches: bool = False) -> list[BenchRow]:
-    """The rows of one, by length; ``batches``: those of several sequences on one GPU too."""
+    """The rows of one entry, by length; ``batches``: with those of several sequences on one GPU."""
     rows = [
         row
         for row in bench.rows
@@ -182,7 +182,7 @@ def rows_of(bench: AttentionBench, entry: Entry, *, batches: bool = False) -> li
 
 
 def times_s(bench: AttentionBench, entry: Entry) -> dict[int, float]:
-    """Seconds of a pass, by the lengths that fit."""
+    """Seconds of a pass of one entry, by the lengths that fit."""
     return {_length(row): row.time_s for row in rows_of(bench, entry) if row.time_s}
 
 
@@ -229,7 +229,7 @@ def _estimates(bench: AttentionBench) -> Iterator[MemoryEstimate]:
 def _predicted(
     bench: AttentionBench, estimates: Sequence[MemoryEstimate]
 ) -> Iterator[PredictedLongest]:
-    """Other kinds of GPUs, with the context that was read here, or of a GPU elsewhere."""
+    """Longest lengths on other GPUs, less the context that was read here, or on other GPUs."""
     is_gpu = bench.order.device == "cuda"
     outside = bench.machine.outside_bytes if is_gpu else CONTEXT_BYTES["cuda"]
     for kind in gpu_catalog():
@@ -273,7 +273,7 @@ def _efficiencies(
 
 
 def _use_cases(bench: AttentionBench, longest: Sequence[LongestLength]) -> Iterator[UseCase]:
-    """For training where that was measured, else forward alone."""
+    """Use cases of training where that was measured, else of the forward pass."""
     direction = bench.order.directions[-1]
     for start, end in _USE_CASES:
         every, least = contestants(longest, direction), end or start + 1
@@ -291,7 +291,7 @@ def _use_cases(bench: AttentionBench, longest: Sequence[LongestLength]) -> Itera
 
 
 def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | None:
-    """The fastest at the longest length that was measured of all of them, on one GPU if any."""
+    """The fastest at the longest length that all have measured, on one GPU if any."""
     alone = [each for each in found if each.mode == "single"] or found
     if not alone:
         return None
@@ -303,7 +303,7 @@ def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | Non
 
 
 def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
-    """The formula of peaks, no term below 0, errors as shares; None below three lengths."""
+    """The formula of peaks, no term below 0, by relative errors; None below three lengths."""
     if len({length for length, _ in peaks}) < LEAST_LENGTHS:
         return None
     longest = max(length for length, _ in peaks)
@@ -317,7 +317,7 @@ def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
 
 
 def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[LengthPeak]) -> MemoryFit | None:
-    """The powers of the length that describe the peaks best with no factor below 0."""
+    """The formula with the least error and no factor below 0, of these powers of the length."""
     fits: dict[float, MemoryFit] = {}
     for powers in candidates:
         factors = _factors(powers, peaks)
@@ -337,7 +337,7 @@ def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[LengthPeak]) ->
 
 
 def _factors(powers: tuple[int, ...], peaks: Sequence[LengthPeak]) -> list[float] | None:
-    """Factors of powers 0 to 2, by least squares of relative errors; None where not unique."""
+    """Factors of powers 0 to 2, by least squares of relative errors; None: they are not unique."""
     rows = [[length**power / size for power in powers] for length, size in peaks]
     each = range(len(powers))
     normal: list[list[float]] = [

@@ -1,5 +1,5 @@
 """Candidates: every cell at one length, with the default token budget and a lowered one, the
-simplest first; and what ``recommend`` can be asked about a study or a capacity.
+simplest first; and the queries that ``recommend`` can be asked about a study or a capacity.
 """
 
 import shlex
@@ -37,8 +37,8 @@ def trainer_question(
     length_tokens: int | None,
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:
-    """What ``predicted_question`` gives, less what the trainer's own configuration has no words
-    for, which the notes say; raises UsageError, as a trial does, where nothing is left.
+    """The question and notes of ``predicted_question``, less cells that the trainer's configuration
+    has no words for, which notes name. Raises UsageError, as a trial does, if none is left.
     """
     question, said = predicted_question(model, where, trainer, length_tokens, settings)
     refuse = MEMORY[trainer].refuse
@@ -74,13 +74,13 @@ class Goal:
     length_tokens: int
     memory_limit: MemoryLimit
     settings: Mapping[str, Any]
-    """Fields of ``Request``, as for a prediction."""
+    """Fields of ``Request``, as for ``predict``."""
     may_lower: bool = True
-    """Whether a token budget below the default may be taken."""
+    """True if a token budget below the default may be taken."""
     _questions: dict[tuple[int, int | None], tuple[Question, tuple[str, ...]]] = field(
         default_factory=dict, init=False, compare=False
     )
-    """By sequences and length: each is planned once, whoever asks for it."""
+    """Questions by sequences and length: each is planned once."""
 
     @property
     def sequences(self) -> int:
@@ -91,20 +91,20 @@ class Goal:
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Sequences of each token budget, the default first; pairs stay together."""
+        """Sequences that each token budget holds, the default first; pairs stay together."""
         lowered = min(self.sequences, self._together) if self.may_lower else self.sequences
         return tuple(dict.fromkeys((self.sequences, lowered)))
 
     @property
     def _together(self) -> int:
         """Documents that the objective keeps together."""
-        traits = TRAITS.get(self.settings.get("objective", "sft"))  # another name is refused later
+        traits = TRAITS.get(self.settings.get("objective", "sft"))  # others are refused later
         return 1 if traits is None else traits.documents_together
 
     def question(
         self, sequences: int, *, length_tokens: int | None
     ) -> tuple[Question, tuple[str, ...]]:
-        """Every rung and degree with a token budget for ``sequences``, and its plan's notes."""
+        """Every rung and degree, with a token budget for ``sequences``; and the plan's notes."""
         key = sequences, length_tokens
         if key not in self._questions:
             settings = {**self.settings, "sequences_per_micro_batch": sequences}
@@ -113,12 +113,12 @@ class Goal:
         return self._questions[key]
 
     def known(self, question: Question) -> Calibration | None:
-        """The calibration that the intervals of predictions are learned from."""
+        """The calibration from which intervals of predictions are learned, if any."""
         return calibration_of(question, self.trainer)
 
 
 def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
-    """The GPUs without those that roll out; raises UsageError where none is left."""
+    """The GPUs less those for rollout; raises UsageError where none is left."""
     if rollout_gpus < 0:
         raise UsageError(f"{rollout_gpus} GPUs for rollout", hint="use `--rollout-gpus 0` or more")
     if rollout_gpus and where.is_several_machines:
@@ -139,7 +139,7 @@ def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
 
 
 def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
-    """Predict every cell with either budget, its longest length on the published grid."""
+    """Predict every cell with both budgets, and its longest length on the published grid."""
     found: list[Candidate] = []
     for sequences in goal.budgets:
         question, _ = goal.question(sequences, length_tokens=goal.length_tokens)
@@ -154,7 +154,7 @@ def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
 
 
 def first_fit(goal: Goal) -> Candidate | None:
-    """The simplest candidate that fits, else that may; its longest length is not looked for."""
+    """The simplest candidate that fits, else one that may; its longest length is not looked for."""
     may_fit: Candidate | None = None
     every = [
         (order(cell, is_lowered=sequences < goal.sequences), question, known, cell)
@@ -174,7 +174,7 @@ def first_fit(goal: Goal) -> Candidate | None:
 
 
 def predicted_at(goal: Goal, cell: Cell, length_tokens: int | None) -> CellPrediction:
-    """A cell, on the ladder or not, at a length; None: with its longest on the published grid."""
+    """Predict a cell, on the ladder or not, at a length; None: its longest on published grids."""
     sequences = cell.settings.sequences_per_micro_batch
     question, _ = goal.question(sequences, length_tokens=length_tokens)
     question = question.replace(cells=(cell,))
@@ -182,7 +182,7 @@ def predicted_at(goal: Goal, cell: Cell, length_tokens: int | None) -> CellPredi
 
 
 def token_budget(cell: Cell, length_tokens: int) -> int:
-    """Tokens of a micro-batch for each GPU that hold the cell's sequences of this length."""
+    """Tokens of a micro-batch for each GPU, if it holds the cell's sequences of this length."""
     return -(-cell.settings.sequences_per_micro_batch * length_tokens // cell.layout.context_degree)
 
 
@@ -193,7 +193,7 @@ def unknown_candidate(
     source: Literal["measured", "predicted"] = "predicted",
     found_in: str = "",
 ) -> Candidate:
-    """A candidate of which nobody knows yet whether it fits."""
+    """A candidate for which it is not known yet whether it fits."""
     return Candidate(
         cell=cell,
         is_lowered=False,
@@ -208,13 +208,13 @@ def unknown_candidate(
 
 
 _longest = lru_cache(maxsize=64)(partial(predict_by_formula, asked="longest"))
-"""The longest length of every cell: the same whatever length is asked, so kept for a guide."""
+"""The longest length of every cell; kept, as it is the same for every length of a guide."""
 
 
 def candidate_of(
     goal: Goal, predicted: CellPrediction, longest: CellPrediction | None = None
 ) -> Candidate:
-    """A predicted cell as a candidate; without ``longest`` it trains this length at least."""
+    """A predicted cell as a candidate; without ``longest`` it trains this length or more."""
     fits = predicted.capacity_tokens > 0
     host_bytes, step = predicted.footprint.host_bytes, predicted.step
     rollout = predicted.footprint.rollout
@@ -258,8 +258,8 @@ def candidate_of(
 def recommendation_of(
     goal: Goal, question: Question, candidates: tuple[Candidate, ...], **told: Any
 ) -> Recommendation:
-    """The document of a goal's candidates, of which the first that fits is chosen; ``told``: how
-    good predictions are, and the rest.
+    """The document of a goal's candidates, of which the first that fits is chosen. ``told``: its
+    other fields, such as ``accuracy``.
     """
     rope, limit = question.cells[0].settings.rope, goal.memory_limit
     chosen = next((candidate for candidate in candidates if candidate.fits), None)
@@ -320,21 +320,21 @@ def _command(goal: Goal, cell: Cell) -> str:
 
 
 _RECOMMENDED = ("allocator", "loss", "offload", "activations")
-"""Settings that differ among what is recommended."""
+"""Settings that differ among candidates."""
 _ASKED = {
-    row.rung_field: row
+    row.sets: row
     for row in taken_by("recommend")
-    if row.name not in _RECOMMENDED and row.rung_field in Settings.__struct_fields__
+    if row.name not in _RECOMMENDED and row.sets in Settings.__struct_fields__
 }
-"""Settings of a rung that `recommend` can be asked for, besides those, by the rung's field."""
+"""Other settings of a rung that ``recommend`` can be asked for, by the rung's field."""
 _NOT_ASKED = tuple(
     field for field in Settings.__struct_fields__ if field not in (*_ASKED, *_RECOMMENDED)
 )
-"""Settings that it cannot be asked for."""
+"""Fields of a rung that it cannot be asked for."""
 
 
 def query_of_study(study: Study) -> Query | None:
-    """The query about a study's model and GPUs; None where ``recommend`` cannot be asked it."""
+    """The query about a study's model and GPUs; None: ``recommend`` cannot be asked it."""
     question, kind = study.question, kind_of(study.question.device_name)
     if question.foreign is not None:
         return None
@@ -354,14 +354,14 @@ def query_of_study(study: Study) -> Query | None:
 
 
 def query_of_prediction(prediction: Prediction, model: str | None = None) -> Query | None:
-    """The query about a prediction's model and GPUs; None where ``recommend`` cannot be asked it.
-    ``model`` is what somebody called the model. A prediction by trace is not asked again.
+    """The query about a prediction's model and GPUs; None: ``recommend`` cannot be asked it, as
+    about a prediction by trace. ``model`` is what somebody called the model.
     """
     kind = kind_of(prediction.device_name)
     words = _model_words((model or prediction.model_name,), prediction.config_digest)
     cells = tuple(each.cell for each in prediction.cells)
     settings = _settings(cells)
-    if TRAINERS[prediction.trainer].traces == "bundled":  # the one that it can be asked with
+    if TRAINERS[prediction.trainer].traces == "bundled":  # its only setting
         has_yarn = any(cell.settings.rope == "yarn" for cell in cells)
         settings = (("rope", "yarn"),) if has_yarn else ()
     is_nameless = prediction.device_name == nameless(prediction.device_bytes)
@@ -384,7 +384,7 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
 
 
 def query_of_table(capacity: Capacity) -> Query | None:
-    """The query of a formula about a published capacity's model and GPUs."""
+    """The query about a published capacity's model and GPUs, predicted by formula; or None."""
     kind = kind_of(capacity.device_name)
     trainer = predicted_trainer(capacity.trainer)
     if kind is None or trainer is None:
@@ -393,7 +393,7 @@ def query_of_table(capacity: Capacity) -> Query | None:
 
 
 def _model_words(names: Sequence[str], config_digest: str | None) -> str | None:
-    """The first name that stands for this very model."""
+    """The first of the names that stands for the model with this digest; None: none does."""
     for name in names:
         with suppress(ModelError):
             if config_digest in (None, load_model(name).config_digest):
@@ -402,7 +402,7 @@ def _model_words(names: Sequence[str], config_digest: str | None) -> str | None:
 
 
 def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...] | None:
-    """Settings that all cells share and that are no default; None if some cannot be asked for."""
+    """Settings that all cells share and that are no default; None: some cannot be asked for."""
     if any(not cell.settings.named.isdisjoint(_NOT_ASKED) for cell in cells):
         return None
     found: list[tuple[str, str | int | bool]] = []

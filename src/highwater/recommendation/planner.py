@@ -1,6 +1,6 @@
 """Planner: the fastest plan that trains a length, or the one that takes the least of each GPU, by
-formula: what a search would try, each with layers recomputed, attention or, for speed, everything
-kept, some of the last layers' activations on the GPU, and attention in head groups.
+formula. Plans are what a search would try, each with layers recomputed, attention or, for speed,
+everything kept, some of the last layers' activations on the GPU, and attention in head groups.
 
 Two monotone facts spare most of the plans (tests/unit/test_recommendation.py compares with all).
 Each layer more whose activations stay on the GPU takes more of it, less host memory, and no more
@@ -32,8 +32,8 @@ _RECOMPUTED: dict[Aim, tuple[Recompute, ...]] = {
 
 
 def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
-    """The best plan of each kind (offload, activations, recompute, layout), the best first; kinds
-    without one stand where they would. UsageError: nothing is known of the aim.
+    """The best plan of each kind (offload, activations, recompute, layout), the best first, also of
+    kinds where none fits. UsageError: another trainer, or GPUs of unknown speed.
     """
     if goal.trainer != OURS:
         raise UsageError(
@@ -59,7 +59,7 @@ def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
 
 
 class _PlannedCell(NamedTuple):
-    """A cell, predicted, with the time of its step whether it fits or not."""
+    """A predicted cell, with the time of its step whether it fits or not."""
 
     predicted: CellPrediction
     is_lowered: bool
@@ -74,12 +74,12 @@ class _PlannedCell(NamedTuple):
 
     @property
     def token_s(self) -> float:
-        """Seconds a token takes; 0 where nobody knows how fast such GPUs are."""
+        """Seconds per token; 0: the speed of such GPUs is unknown."""
         step = self.predicted.step
         return 0.0 if step is None else 1 / step.tokens_per_s
 
     def key(self, aim: Aim) -> tuple[Any, ...]:
-        """Sort key of plans of one kind: what fits first, and of what does not, the roomiest."""
+        """Sort key of plans of one kind: those that fit first; of the others the roomiest first."""
         if not self.fits:
             return (1, -self.predicted.headroom_bytes)
         return (0, *_place(aim, self))
@@ -91,7 +91,7 @@ class _PlannedCell(NamedTuple):
 
 
 def _place(aim: Aim, plan: _PlannedCell) -> tuple[Any, ...]:
-    """Sort key by what is aimed at, then by the other of the two, then the simplest."""
+    """Sort key by the aim, then by the other of time and memory, then the simplest."""
     aims = [round(plan.token_s, 9), plan.predicted.device_used_bytes]
     simplest = order(plan.cell, is_lowered=plan.is_lowered)
     if aim == "fastest":  # memory that is left over is worth nothing
@@ -100,13 +100,13 @@ def _place(aim: Aim, plan: _PlannedCell) -> tuple[Any, ...]:
 
 
 class _PlanSearch(NamedTuple):
-    """The plans of a question's cells at its one length."""
+    """The plans for a question's cells at its only length."""
 
     goal: Goal
     question: Question
 
     def variants(self, cell: Cell, aim: Aim) -> Iterator[Cell]:
-        """The cell with each recomputation that nobody named."""
+        """The cell with its own and with every other recomputation, unless one was named."""
         yield cell
         if "recompute" not in self.goal.settings:
             for recompute in _RECOMPUTED[aim]:
@@ -115,7 +115,7 @@ class _PlanSearch(NamedTuple):
                         yield cell.changed(recompute=recompute)
 
     def best(self, cell: Cell, aim: Aim) -> _PlannedCell:
-        """The best of a cell's head groups and last layers on the GPU; else the roomiest."""
+        """The best of a cell's plans by head groups and layers on the GPU; else the roomiest."""
         plans: list[_PlannedCell] = []
         for groups in self._head_groups(cell):
             plans.append(self._placed(cell.changed(attention_head_groups=groups), aim))
@@ -134,8 +134,8 @@ class _PlanSearch(NamedTuple):
         return tuple(each for each in range(1, heads + 1) if heads % each == 0) or (1,)
 
     def _placed(self, cell: Cell, aim: Aim) -> _PlannedCell:
-        """The best number of last layers on the GPU: the fewest that host memory allows, or, for
-        the fastest, as many more as save time and fit.
+        """The plan with the best number of last layers on the GPU: the fewest that host memory
+        allows, or, for the fastest, as many more as save time and fit.
         """
         fewest = self._predicted(cell)
         if cell.settings.activations == "gpu" or "layers_on_gpu" in self.goal.settings:

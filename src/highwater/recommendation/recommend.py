@@ -63,15 +63,15 @@ def recommend(
     aim: Aim = "simplest",
     **settings: Any,
 ) -> Recommendation:
-    """The simplest settings that train ``length`` on ``gpus``; by ``aim`` the fastest, or those
-    that take the least memory of a GPU.
+    """Recommend the simplest settings that train ``length`` on ``gpus``; by ``aim`` the fastest, or
+    those that take the least memory of a GPU.
 
-    It also says why simpler ones do not, and what the next would buy. ``rollout_gpus`` of the GPUs
-    are set aside: the others are the trainer's, and every count is of these. ``studies`` are files
-    that ``highwater find`` wrote: where one tells of a cell, of this model on as many GPUs of this
-    kind, that is taken and labelled measured. The other cells are predicted by formula, and fit
-    where the upper end of the interval does. With a ``trainer`` that is tried alone nothing is
-    predicted: its studies alone answer.
+    The answer also says why simpler settings do not, and what others would bring. ``rollout_gpus``
+    of the GPUs are set aside: the others are the trainer's, and every count is of these.
+    ``studies`` are files that ``highwater find`` wrote: where one tells of a cell, of this model on
+    as many GPUs of this kind, that is taken and labelled measured. The other cells are predicted by
+    formula, and fit where the upper end of the interval does. With a ``trainer`` that is only tried
+    nothing is predicted: its studies alone answer.
 
     The other arguments, and ``settings``, are those of ``predict``. A ``trainer_config`` says the
     length where it is None, and all but what saves memory, of which a note says what to write into
@@ -123,9 +123,9 @@ def recommend(
 def _with_fewest_changes(
     found: Recommendation, goal: Goal, own_file: Path, settings: Mapping[str, Any]
 ) -> Recommendation:
-    """The recommendation with a user's file of these ``settings`` as it is, where that fits in any
-    environment; else with no more changes than it takes: from the one that frees the least on, each
-    is left out where the length fits without.
+    """Return the recommendation for a user's file of these ``settings``: as it is written, if that
+    fits in any environment; else with the fewest changes. From the one that frees the least on,
+    each change that the length fits without is left out.
     """
     from highwater.trainers.user_file import FILE_WORDS, SAVING, changes
 
@@ -173,8 +173,8 @@ def what_would_fit(
     rollout_gpus: int = 0,
     **settings: Any,
 ) -> tuple[Alternative, ...]:
-    """What is predicted to train ``length_tokens`` where nothing that was asked about does: more
-    GPUs, a larger one, another technique. The arguments are those of ``recommend``.
+    """Find what is predicted to train ``length_tokens`` where nothing that was asked about does:
+    more GPUs, a larger one, another technique. The arguments are those of ``recommend``.
     """
     _check(trainer, (), settings)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
@@ -243,7 +243,7 @@ def _recommended(
 def _with_one_that_may_fit(
     candidates: tuple[Candidate, ...], goal: Goal, question: Question
 ) -> tuple[Candidate, ...]:
-    """The candidates, the roomiest that may fit taken as a fit where the default headroom holds."""
+    """The candidates, with the roomiest that may fit taken as one, if no more headroom is asked."""
     may_fit = [each for each in candidates if each.source == "predicted" and each.risk is not None]
     if not may_fit or question.margin_bytes > default_headroom_bytes(goal.where.device_bytes):
         return candidates
@@ -271,7 +271,7 @@ def _check(
 def _with_trials(
     predicted: tuple[Candidate, ...], goal: Goal, question: Question, studies: Sequence[Study]
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-    """Take each candidate by the first study that tells of it; and note each study without use."""
+    """Take each candidate from the first study that tells of it; note each study without use."""
     candidates, notes = list(predicted), list[str]()
     limit, asked_bytes = goal.memory_limit, parse_memory(str(goal.settings.get("headroom", 0)))
     for recorded in studies:
@@ -302,7 +302,7 @@ def _with_trials(
 def _measured_beside(
     candidates: Sequence[Candidate], goal: Goal, study: Study
 ) -> tuple[Candidate, ...]:
-    """Cells that a watched trainer was seen to train with settings that nobody asked about."""
+    """Cells that a study of a watched trainer measured with settings that nobody asked about."""
     if not TRAINERS[goal.trainer].is_watched or set(goal.settings) - {"headroom"}:
         return ()
     known = {each.cell for each in candidates}
@@ -321,8 +321,8 @@ def drafted(
     rollout_gpus: int,
     **settings: Any,
 ) -> Recommendation:
-    """Every candidate that ``recommend`` would predict with its default budget, the simplest first;
-    none has a headroom, and none is chosen. Raises what ``recommend`` does.
+    """Every candidate that ``recommend`` would predict with its default budget, the simplest first,
+    with no headroom and none chosen. Raises what ``recommend`` does.
     """
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     tokens = parse_tokens(str(length))

@@ -36,31 +36,31 @@ from highwater.units import MIB, format_bytes, format_tokens
 _TOKEN_OF_A_ROW_BYTES = 200
 """Bytes of a token in a row that waits for its turn, measured over 2 to 64 rows of 4,096 tokens."""
 _NEAR = 0.08
-"""Part of a process's memory by which predictions on the CPU are off: 7 % too few bytes at the
-most, of trainings of models of 9, 20 and 33 million parameters with each optimizer."""
+"""Share by which predictions of a process's memory on the CPU are off: 7 % too few bytes at the
+most, in trainings of models of 9, 20 and 33 million parameters with each optimizer."""
 _COMPILED_BYTES = 32 * MIB
-"""More bytes where Python compiles what it imports: 30 MiB, read on the CPU without bytecode."""
+"""More bytes while Python compiles what it imports: 30 MiB, read on the CPU without bytecode."""
 _THREADS = 7
 """Threads of a rank on two CPU cores, which predictions include with ``_STACK_BYTES`` each."""
 _STACK_BYTES = 8 * MIB
 _POOLS = 2
-"""Pools of a thread a core each: that of the forward and that of the backward pass."""
+"""Pools with a thread for each core: of the forward pass and of the backward pass."""
 
 
 class ChosenTrial(NamedTuple):
-    """The trial whose step is trained, and what a study or a prediction knows of it."""
+    """The trial whose step is trained, and what a study or a prediction says of it."""
 
     spec: TrialSpec
     predicted: CellPrediction
     notes: tuple[str, ...]
     rows_bytes: int = 0
-    """Bytes of a step's rows beside what is predicted of a trial's."""
+    """Bytes of a step's rows, beside what is predicted of a trial."""
 
 
 def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> ChosenTrial:
-    """The trial of a training; raises HighwaterError for what cannot be, and for what is predicted
-    not to fit, with the settings that would. Across machines each has the layout that is chosen for
-    one, and a copy of the states.
+    """The trial of a training. Raises HighwaterError for what cannot be, and for what is predicted
+    not to fit, with the settings that would. On several machines each has the layout that is chosen
+    for one, and a copy of the states.
     """
     nodes, request = request.nodes, _on_one_machine(request)
     spec = plan_trial(request, machine, asked.length_tokens)
@@ -81,7 +81,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
                 f"there is no study {path}",
                 hint="use `--settings recommended`, or name the file of a study",
             )
-        cell, measured, notes = _of_study(path, training, nodes)
+        cell, measured, notes = _cell_of(path, training, nodes)
         prompt_tokens = measured.prompt_tokens
         if request.memory is None and spec.device == "cuda":
             budget_bytes = measured.memory_budget_bytes
@@ -93,7 +93,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
         if others:
             cell = placed(training.of_each(nodes).question(cell, *others), machine)
     before = TrainingFolder(asked.output).spec() if request.activations == "auto" else None
-    if before is not None:  # which goes on as it began
+    if before is not None:  # a resumed run goes on as it began
         cell = cell.changed(activations=before.trial.settings.activations)
     if nodes > 1:
         cell = cell.replace(layout=cell.layout.across(nodes))
@@ -102,7 +102,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
 
 
 def _on_one_machine(request: Request) -> Request:
-    """The part of a request that each of several machines gets; UsageError if parts differ."""
+    """The part of a request for each of several machines; UsageError if parts are unequal."""
     nodes = request.nodes
     if nodes == 1:
         return request
@@ -122,7 +122,7 @@ def _on_one_machine(request: Request) -> Request:
 
 
 def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, ...]:
-    """Settings that a request names and that say how, or with ``says_what`` what, is trained."""
+    """Names of settings that a request names: how, or with ``says_what`` what, is trained."""
     usual = Request(model=request.model)
     rung = set(Settings.__struct_fields__)
     return tuple(
@@ -134,14 +134,14 @@ def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, .
             if says_what
             else not row.says_what
             and row.name != "micro_batches"
-            and (row.rung_field in rung or row.name in ("ulysses", "ring", "copies"))
+            and (row.sets in rung or row.name in ("ulysses", "ring", "copies"))
         )
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """A training of one machine, and the trial that it names."""
+    """A training on one machine, and the trial that it names."""
 
     request: Request
     asked: TrainingRequest
@@ -149,15 +149,15 @@ class _Training:
     spec: TrialSpec
 
     def of_each(self, nodes: int) -> "_Training":
-        """The training of each of so many machines."""
+        """The training on each of so many machines."""
         if self.asked.rows is None or nodes == 1:
             return self
         rows = max(1, self.asked.rows // nodes)
         return replace(self, asked=self.asked.replace(rows=rows))
 
     def question(self, cell: Cell, *others: Cell) -> Question:
-        """The question of cells of a layout at the training's length, with a rank's rows as
-        micro-batches: a study's, or the usual ones, where no rows are named.
+        """The question of cells of one layout at the training's length; micro-batches are a rank's
+        rows, or where no rows are named a study's, or the usual ones.
         """
         own = self.request.micro_batches if cell.settings.accumulates else 1
         if self.asked.rows is not None:
@@ -189,7 +189,7 @@ class _Training:
         return predict_by_formula(question, limit, OURS, calibration_of(question, OURS))[0]
 
     def rows_bytes(self, question: Question) -> int:
-        """Bytes of rows beyond a trial's: on the CPU all rows of a step lie there."""
+        """Bytes of rows beside a trial's: on the CPU all rows of a step lie in its memory."""
         (cell,) = question.cells
         if self.asked.rows is None or question.device != "cpu":
             return 0
@@ -199,7 +199,7 @@ class _Training:
         return _TOKEN_OF_A_ROW_BYTES * row_tokens * max(0, own - trial.micro_batches)
 
     def what_fits(self, lacks_bytes: int) -> str:
-        """Say what to type where the named settings do not fit, for want of so many bytes."""
+        """Words on what to type where the named settings do not fit, lacking so many bytes."""
         is_gpu = self.spec.device == "cuda"
         try:
             cell = self.recommended()
@@ -209,7 +209,7 @@ class _Training:
         return f"use `--settings recommended`, which is {label}, and leave other settings out"
 
     def recommended(self) -> Cell:
-        """The simplest cell that is predicted to fit; raises MachineError where none is."""
+        """The simplest cell that is predicted to fit; raises MachineError if none is."""
         if self.spec.device == "cpu":
             return self.simplest_here()
         request, asked, gpus = self.request, self.asked, self.spec.layout.gpus
@@ -260,7 +260,7 @@ class _Training:
         )
 
     def more_memory(self, lacks_bytes: int) -> str:
-        """Say what to type where a process on the CPU lacks so much of its memory."""
+        """Words on what to type where a process on the CPU lacks so many bytes."""
         needed_bytes = (self.spec.memory_budget_bytes or 0) + lacks_bytes
         needed_mib = -(-(needed_bytes + self.room_bytes(needed_bytes)) // MIB)
         host_bytes = self.machine.host_memory_total_bytes
@@ -310,11 +310,9 @@ def _checked(training: _Training, cell: Cell, notes: tuple[str, ...], *, nodes: 
     return ChosenTrial(spec, predicted, notes, training.rows_bytes(question))
 
 
-def _of_study(
-    path: Path, training: _Training, nodes: int
-) -> tuple[Cell, Question, tuple[str, ...]]:
+def _cell_of(path: Path, training: _Training, nodes: int) -> tuple[Cell, Question, tuple[str, ...]]:
     """The simplest cell of a study that trained the length, on as many GPUs as named, or as are
-    here, with its question and a note; UsageError where there is none, or another model's.
+    here; the study's question; and a note. UsageError if there is none, or for another model.
     """
     request, spec = training.request, training.spec
     most_gpus = len(training.machine.gpus) if spec.device == "cuda" else MOST_GPUS
@@ -357,16 +355,16 @@ def _of_study(
     answer = min(answers, key=lambda each: simplicity(each.cell))
     measured = format_tokens(answer.reach_tokens or 0)
     cell = answer.cell
-    if spec.settings.lora_merged:  # of the export alone: what was measured is the same
+    if spec.settings.lora_merged:  # it changes the export alone
         cell = cell.changed(lora_merged=True, save_hf="last")
     label = answer.cell.label_on(spec.device)
     return cell, question, (f"settings of {path}: {label}, measured up to {measured}",)
 
 
 def _trains_what_is_named(measured: Settings, named: Settings, request: Request) -> bool:
-    """Whether what a study trained is what is named beside it; the objective counts in any case."""
+    """True if a study trained what is named; the objective always counts as named."""
     fields = {
-        DECLARED[name].rung_field
+        DECLARED[name].sets
         for name in named_settings(request, says_what=True)
         if name not in ("lora_merged", "save_hf")
     }
@@ -377,7 +375,7 @@ def _trains_what_is_named(measured: Settings, named: Settings, request: Request)
 def training_notes(
     model: Model, chosen: ChosenTrial, corpus: Corpus, asked: TrainingRequest
 ) -> tuple[str, ...]:
-    """All that is said of a training's settings, weights and data, a sentence each."""
+    """Notes on a training's settings, weights and data, a sentence each."""
     trial = chosen.spec
     trained = [Path(path).resolve() for path in asked.data]
     both = [
@@ -398,8 +396,8 @@ def training_notes(
 
 
 def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
-    """What a corpus takes of memory that a study has not measured: its sequences began with a
-    prompt, of whose tokens the full loss makes no logits, and a text is trained from its beginning.
+    """A note on logits of this data that a study did not measure: its sequences began with a
+    prompt, of whose tokens the full loss makes none, and a text is trained from its beginning.
     """
     spec, predicted = chosen.spec, chosen.predicted
     if not spec.prompt_tokens:
@@ -425,14 +423,14 @@ def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
 
 
 def has_lost_base(trial: TrialSpec) -> bool:
-    """Whether adapters alone are saved of random weights, which nobody can load."""
+    """True if adapters alone are saved of random weights, which nobody can load."""
     settings = trial.settings
     is_adapter = settings.lora is not None and not settings.lora_merged
     return is_adapter and missing_files(Path(trial.model_directory)).weights
 
 
 def adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
-    """Notes on the model that adapters belong to and do not have in them."""
+    """Notes on what is saved beside adapters, and what they need to be loaded."""
     settings = trial.settings
     if settings.lora is None or settings.lora_merged:
         return ()

@@ -1,4 +1,4 @@
-"""What a user's machine says to a prediction: constants of its GPUs, residuals of trials."""
+"""Measurements of a user's machine, for a prediction: constants of GPUs, residuals of trials."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -40,12 +40,12 @@ from highwater.trials.traced import CachedTracer, fullest_rank
 from highwater.trials.trial_process import cache_directory
 
 OnCalibrate = Callable[[int, int], None]
-"""Told, before the first trace, how many trials are traced and how many traces are not kept yet."""
+"""Called before the first trace: with the number of trials to trace, and of traces not kept yet."""
 
 
 def own_constants(path: Path, where: Cluster) -> MachineConstants:
-    """The readings in a file that ``highwater doctor --measure --json`` printed on such GPUs.
-    Raises UsageError for readings of other GPUs, and for a file that is no such document.
+    """Read the constants that ``highwater doctor --measure --json`` printed on such GPUs. Raises
+    UsageError for constants of other GPUs, and for a file that is no such document.
     """
     hint = (
         "leave `--constants` out, or make the file where the GPUs are: `highwater doctor "
@@ -77,7 +77,7 @@ def _obstacle(found: MeasuredConstants, where: Cluster) -> str | None:
 
 
 def _is_whole(read: Constants) -> bool:
-    """Whether readings have all that a prediction takes, and nothing below zero in sum."""
+    """True if readings have all that a prediction takes, and no sum below zero."""
     names = {reading.name for reading in read.readings}
     nccl = (*NCCL_GROUP, NCCL_ALL_TO_ALL) if read.gpus > 1 else ()
     needed = {"context", *CUBLAS_WORKSPACES, *nccl}
@@ -95,9 +95,9 @@ def own_residuals(
     on_calibrate: OnCalibrate | None,
     on_trace: Callable[[TrialSpec], None] | None,
 ) -> tuple[tuple[Residual, ...], tuple[str, ...]]:
-    """Residuals of the trials in these files, by trace of those that tell the most; and notes on
-    what those trials are taken for. Raises HighwaterError, before anything is traced, for studies
-    that teach nothing here.
+    """Residuals of the trials in these files, by trace only of the trials that tell the most; and
+    notes on what the trials are taken for. Raises HighwaterError, before anything is traced, for
+    studies that teach nothing here.
     """
     learn, notes = MEMORY[trainer].learn, dict[str, None]()
     assert learn is not None, "it is refused before"  # noqa: S101
@@ -112,12 +112,12 @@ def own_residuals(
 
 
 class _Traceable(NamedTuple):
-    """A study, its trials that are traced, and the tracer for them."""
+    """A study, the trials of it to trace, and a tracer for them."""
 
     study: Study
     trials: tuple[RecordedTrial, ...]
     specs: list[TrialSpec]
-    """Those of the trials, with the model as it is on this machine."""
+    """The trials' specs, with the model as it lies on this machine."""
     tracer: CachedTracer
 
 
@@ -136,7 +136,7 @@ def _traceable(study: Study, on_trace: Callable[[TrialSpec], None] | None) -> _T
 
 
 def _traced_residuals(one: _Traceable, own: MachineConstants | None) -> list[Residual]:
-    """Trace the trials, two at once; the tracer is of no use afterwards."""
+    """Trace the trials, two at once, and close the tracer."""
     shape = one.study.question.model.shape
 
     def residual(trial: RecordedTrial, spec: TrialSpec) -> Residual | None:
@@ -152,7 +152,7 @@ def _traced_residuals(one: _Traceable, own: MachineConstants | None) -> list[Res
 
 
 def _model_here(study: Study) -> Model:
-    """The study's model here, which may be another machine: its directory, or the catalog's."""
+    """The study's model on this machine: from its directory, or by its name in the catalog."""
     asked = study.question.model
     for place in (asked.directory, asked.name):
         try:

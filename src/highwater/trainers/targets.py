@@ -217,9 +217,9 @@ def _without_words(target: Target, unknown: Mapping[str, object]) -> UsageError:
 def named(cell: Cell) -> dict[str, object]:
     """Settings of a cell that differ from the default, by the names that users type, in order."""
     differs: dict[str, object] = {
-        row.name: row.typed_for(getattr(cell.settings, row.rung_field))
+        row.name: row.typed_for(getattr(cell.settings, row.sets))
         for row in DECLARED.values()
-        if row.rung_field in cell.settings.named
+        if row.sets in cell.settings.named
     }
     return differs | {name: n for name, n in cell.layout.degree_settings.items() if n > 1}
 
