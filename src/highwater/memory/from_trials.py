@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from math import log
 from typing import Literal
 
-import msgspec
-
 from highwater.memory.capacity import MemoryLimit
 from highwater.model.footprint import step_flops
 from highwater.model.model import Model
@@ -55,8 +53,8 @@ def with_margin(study: Study, margin_bytes: int) -> Study:
     """The study as if this headroom had been asked for: a trial fits if it left that much."""
     if study.question.margin_bytes == margin_bytes:
         return study
-    question = msgspec.structs.replace(study.question, margin_bytes=margin_bytes)
-    return msgspec.structs.replace(study, question=question, answers=(), unproven=())
+    question = study.question.replace(margin_bytes=margin_bytes)
+    return study.replace(question=question, answers=(), unproven=())
 
 
 def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:
@@ -70,8 +68,7 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
     fits, cell = any(known), candidate.cell
     headroom = _headroom(study, cell, length_tokens) if fits else (None, None)
     longest = max(each.capacity_tokens for each in capacities)
-    return msgspec.structs.replace(
-        candidate,
+    return candidate.replace(
         fits=fits,
         risk=None,
         source="measured",

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import msgspec
-
 from highwater.memory.capacity import Binding, CellPrediction, MemoryLimit
 from highwater.memory.formula.constants import Footprint, Term
 from highwater.memory.formula.formula import Formula, outside_terms_of
@@ -165,7 +163,7 @@ class ReplayPredictor:
         """The peak of a replay in the room, near whose end an allocator keeps less than before."""
         footprint = self.formula.at(length_tokens).footprint
         if self.outside is not None:
-            footprint = msgspec.structs.replace(footprint, outside=self.outside)
+            footprint = footprint.replace(outside=self.outside)
         outside_bytes = footprint.outside_bytes
         capacity_bytes = None if room_bytes is None else room_bytes - outside_bytes
         replayed, peak_at = self.replay(length_tokens, capacity_bytes)
@@ -207,7 +205,7 @@ def predict_cell(
     grid, size = question.grid, max(1, question.size_of(formula.cell))
     if not formula.at(grid.length(1)).footprint.fits_host(formula.memory_limit.host_bytes):
         bound = predict_at(formula, grid.length(1), factors)
-        return msgspec.structs.replace(bound, likely_tokens=0)
+        return bound.replace(likely_tokens=0)
     most_bytes, likely_index = formula.most_needed_bytes(factors), None
     if predictor is formula or asked == "everything" or most_bytes == whole_bytes:
         likely_index = longest(predictor, whole_bytes)
@@ -225,10 +223,9 @@ def predict_cell(
     )
     if not index and shown_index > 1:
         shortest = _predicted_length(predictor, grid.length(1), factors)
-        predicted = msgspec.structs.replace(predicted, lacks_bytes=shortest.lacks_bytes)
+        predicted = predicted.replace(lacks_bytes=shortest.lacks_bytes)
     beyond = formula.at(grid.length(index + 1)).footprint if index < size else None
-    return msgspec.structs.replace(
-        predicted,
+    return predicted.replace(
         capacity_tokens=grid.length(index) if index else 0,
         does_not_fit_tokens=grid.length(index + 1) if index < size else None,
         binding="ceiling" if beyond is None else _binding(beyond, formula.memory_limit),
@@ -248,8 +245,7 @@ def predict_at(
     )
     has_host = predicted.footprint.fits_host(formula.memory_limit.host_bytes)
     fits = predicted.lacks_bytes is None and has_host
-    return msgspec.structs.replace(
-        predicted,
+    return predicted.replace(
         capacity_tokens=length_tokens if fits else 0,
         does_not_fit_tokens=None if fits else length_tokens,
         binding=_binding(predicted.footprint, formula.memory_limit),
@@ -284,14 +280,14 @@ def _predicted_length(
         alive = peak.alive() if is_whole and peak.alive is not None else ()
         fits = peak.fits and room_bytes is not None
         replayed, used_bytes = (
-            msgspec.structs.replace(replayed, fits=fits, alive=alive),
+            replayed.replace(fits=fits, alive=alive),
             needed_bytes,
         )
     if factors is not None:
         high_bytes = interval(needed_bytes, factors).high_bytes
         around = interval(used_bytes, factors)
         high = max(high_bytes, min(around.high_bytes, limit_bytes))
-        around = msgspec.structs.replace(around, high_bytes=high)
+        around = around.replace(high_bytes=high)
     headroom_bytes = limit_bytes - needed_bytes
     lacks_bytes = max(question.margin_bytes - headroom_bytes, high_bytes - limit_bytes)
     lacks_bytes = max(lacks_bytes, footprint.lacks_for_rollout_bytes)

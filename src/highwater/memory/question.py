@@ -297,7 +297,7 @@ def prediction_of(
         return found
     hour = hour_dollars_of(where.device_name, price)
     cost = cost_of(amount, best.step, gpus=where.gpus, hour_dollars=hour)
-    return msgspec.structs.replace(found, cost=cost)
+    return found.replace(cost=cost)
 
 
 _GAIN = 1.2
@@ -318,9 +318,7 @@ def with_frontier(
         if not kept or reach(each) > max(reach(kept[-1]), _GAIN * reach(kept[-1])):
             kept.append(each)
     frontier = {each.cell for each in (*kept, longest)}
-    return tuple(
-        msgspec.structs.replace(cell, is_on_frontier=cell.cell in frontier) for cell in cells
-    )
+    return tuple(cell.replace(is_on_frontier=cell.cell in frontier) for cell in cells)
 
 
 def _token_s(question: Question, cell: Cell) -> float:
@@ -383,7 +381,7 @@ def placed(question: Question, machine: Machine) -> Cell:
         error.hint = "use `--activations gpu` or `--activations host`: `auto` is by prediction"
         raise
     margin_bytes = question.margin_bytes or default_headroom_bytes(memory_bytes)
-    question = msgspec.structs.replace(question, margin_bytes=margin_bytes)
+    question = question.replace(margin_bytes=margin_bytes)
     host_bytes = (question.simulated and question.host_memory_bytes) or machine.host_bytes
     limit = MemoryLimit(device_bytes=memory_bytes, host_bytes=host_bytes)
     found = predict_by_formula(question, limit, OURS, calibration_of(question, OURS), asked="fit")
@@ -401,12 +399,12 @@ def with_usual_host(limit: MemoryLimit, where: Cluster) -> MemoryLimit:
     if limit.host_bytes is not None and limit.usual_host is None:
         return limit
     if where.host_bytes is not None:
-        return msgspec.structs.replace(limit, host_bytes=where.host_bytes, usual_host=THIS_MACHINE)
+        return limit.replace(host_bytes=where.host_bytes, usual_host=THIS_MACHINE)
     gpus = where.on_one_machine().gpus
     each = (default_host(where.device_name, fewer) for fewer in range(gpus, 0, -1))
     found = next((host for host in each if host is not None), None)
     host_bytes, machine = (found.host_bytes, found.machine) if found else (None, None)
-    return msgspec.structs.replace(limit, host_bytes=host_bytes, usual_host=machine)
+    return limit.replace(host_bytes=host_bytes, usual_host=machine)
 
 
 def memory_limit_of(

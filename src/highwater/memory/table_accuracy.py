@@ -32,15 +32,15 @@ from highwater.nouns.trainer import OURS, TrainerName
 _NOTHING_SET = Settings(
     strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2, save_hf="last"
 )
-_ENV = msgspec.structs.replace(_NOTHING_SET, allocator="expandable")
-_OFFLOAD = msgspec.structs.replace(_ENV, strategy="fsdp2", offload=True)
+_ENV = _NOTHING_SET.replace(allocator="expandable")
+_OFFLOAD = _ENV.replace(strategy="fsdp2", offload=True)
 PUBLISHED_TRAINER: TrainerName = "trinity"
 """The trainer whose capacities are in the published tables."""
 PUBLISHED_SETTINGS: Mapping[str, Settings] = {
     "vanilla": _NOTHING_SET,
     "env": _ENV,
     "env+offload": _OFFLOAD,
-    "env+offload+never": msgspec.structs.replace(_OFFLOAD, save_hf="never"),
+    "env+offload+never": _OFFLOAD.replace(save_hf="never"),
 }
 """The settings of each rung by its published name: Trinity-RFT's script and guide."""
 
@@ -266,9 +266,7 @@ def table_accuracy(
         return alone
     by_replay = partial(predict_by_formula, trainer=trainer, known=None)
     found = _accuracy(table, trainer, memory_limits, by_replay)
-    return msgspec.structs.replace(
-        found, closed_form=alone.per_settings if found.replayed_cells else ()
-    )
+    return found.replace(closed_form=alone.per_settings if found.replayed_cells else ())
 
 
 def memory_limits_of(

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, cast
 
-import msgspec
-
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.formula.formula import Formula
@@ -135,7 +133,7 @@ def _with_step(question: Question, cell: CellPrediction) -> CellPrediction:
         length_tokens=length_tokens,
         device_name=question.device_name,
     )
-    return msgspec.structs.replace(cell, step=step)
+    return cell.replace(step=step)
 
 
 def calibration_of(

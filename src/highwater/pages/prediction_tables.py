@@ -97,6 +97,7 @@ def _answered(prediction: Prediction, answer: CellPrediction, by: str, more: str
     if (cost := prediction.cost) is not None:
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
+        many = many if cost.tokens % 10**9 else f"{cost.tokens // 10**9:,} billion"
         by += f". {many} tokens take {format_seconds(cost.time_s)}{money}"
     tokens = answer.reach_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit

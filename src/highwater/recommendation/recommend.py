@@ -117,7 +117,9 @@ def recommend(
     if own_file is None or read is None:
         return found
     found = _with_fewest_changes(found, goal, own_file, read.settings)
-    return found.replace(notes=(*read.notes, *found.notes))
+    said = f", with changes to {own_file.name}"
+    others = [e.replace(how_many=e.how_many and f"{e.how_many}{said}") for e in found.alternatives]
+    return found.replace(notes=(*read.notes, *found.notes), alternatives=tuple(others))
 
 
 def _with_fewest_changes(

@@ -154,7 +154,8 @@ def settings_of(
     refused = TRAINERS[trainer].refused(taken)
     for name in refused:
         if taken[name] != RUNG_ROWS[name].default:
-            raise _unknown(source, _THEIRS.get(name, name), taken[name])
+            theirs = _THEIRS.get(name, name)
+            raise _unknown(source, theirs, str(config.get(theirs, taken[name])).lower())
     settings = {name: value for name, value in taken.items() if name not in refused}
     notes += [said for name, said in BY_SOURCE.items() if settings.get(name, "none") != "none"]
     length_tokens = _whole(config, words.length, source, usual=0) or None
@@ -386,7 +387,7 @@ def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int
 
 
 def _unknown(source: str, name: str, value: Any) -> UsageError:
-    return UsageError(
-        f"{source} has {name}: {value}, with which nobody predicts memory",
-        hint=f"take `{name}` out of it, or set it otherwise, to predict the rest",
-    )
+    hint = f"take `{name}` out of it, or set it otherwise, to predict the rest"
+    if name == _THEIRS["recompute"]:
+        hint = f"write `{name}: true` into it: it frees most of what layers keep, and is predicted"
+    return UsageError(f"{source} has {name}: {value}, with which nobody predicts memory", hint=hint)

@@ -241,6 +241,6 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise MachineError(
-            f"LoRA is peft's, which is not here: {error}", hint="`pip install 'highwater[lora]'`"
+            f"LoRA is peft's, which is not here: {error}", hint="`pip install peft`"
         ) from error
     return peft

@@ -7,8 +7,6 @@ Frozen in a commit before the measurements that judge them (docs/results/predict
 import math
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from highwater.model.footprint import pinned_state_bytes, staged_gradient_bytes
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record
@@ -139,12 +137,12 @@ class Footprint(Record, frozen=True, kw_only=True):
             return Term(term.name, workspaces_bytes) if term.name == WORKSPACES else term
 
         phases = tuple(phase(each.name, *map(measured, each.terms)) for each in self.phases)
-        return msgspec.structs.replace(self, phases=phases, outside=outside)
+        return self.replace(phases=phases, outside=outside)
 
     def within(self, room_bytes: int) -> "Footprint":
         """The footprint on a GPU with this much memory, which limits what stays cached."""
-        return msgspec.structs.replace(
-            self, cached_bytes=max(0, min(self.cached_bytes, room_bytes - self.needed_bytes))
+        return self.replace(
+            cached_bytes=max(0, min(self.cached_bytes, room_bytes - self.needed_bytes))
         )
 
     @property

@@ -9,8 +9,6 @@ In the functions:  T tokens of that GPU's micro-batch  E hidden size  V vocabula
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from highwater.errors import ModelError
 from highwater.memory.formula.constants import (
     CPU_PROCESS_BYTES,
@@ -323,7 +321,7 @@ def likely_footprint(step: Step) -> Footprint:
     if step.device == "cpu":
         return enough
     share = LIKELY_FILLED_SHARE[step.settings.allocator]
-    return msgspec.structs.replace(enough, filled_share=share)
+    return enough.replace(filled_share=share)
 
 
 def _batch_bytes(step: Step) -> int:

@@ -20,8 +20,6 @@ trl/generation/vllm_generation.py of trl 1.16.0; config/rollout/rollout.yaml of 
 import math
 from typing import Any
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
@@ -128,8 +126,7 @@ def with_rollout(
         pinned = copies * pinned_matrices_bytes(
             matrices(step.shape), layout=one, bytes_per_element=_ELEMENT
         )
-    return msgspec.structs.replace(
-        training,
+    return training.replace(
         phases=phases,
         outside=(*training.outside, *found.asleep),
         host=(*training.host, *present(Term("weights of sleeping vLLM, pinned", pinned))),

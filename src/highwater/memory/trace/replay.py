@@ -11,8 +11,6 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-import msgspec
-
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.trace.allocator import (
     SMALL_BYTES,
@@ -79,7 +77,7 @@ def replay(
         is_share=is_share,
         workspaces_bytes=workspaces_bytes if log.source == "traced" else (),
     )
-    return msgspec.structs.replace(found, alive=alive_at(trace, 0, peak_at))
+    return found.replace(alive=alive_at(trace, 0, peak_at))
 
 
 class Kind(Record, frozen=True, kw_only=True):
