@@ -38,7 +38,7 @@ def _broken(
         f"import sys, errno; from highwater.cli import predict\n"
         f"from highwater.cli import search_context_length_capacity as published\n"
         f"def broken(*_, **__): raise {error}\n"
-        f"predict.predicted = published.load_model = broken\n"
+        f"predict.api_predict = published.load_model = broken\n"
         f"from {module} import main; sys.exit(main(sys.argv[1:]))\n"
     )
     environment = {**os.environ, **HERE}

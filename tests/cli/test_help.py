@@ -70,8 +70,8 @@ def things(simulated: Path, tmp_path: Path) -> None:
     for name in ("snapshot", "before", "after"):
         shutil.copy(snapshot, tmp_path / f"{name}.pickle")
     shutil.copy(DATA / "published_capacity_a100_80gb.csv", tmp_path / "capacities.csv")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "page.md").write_text("# A page\n\nIt says what it says.\n")
+    (tmp_path / "docs" / "guides").mkdir(parents=True)
+    (tmp_path / "docs" / "guides" / "page.md").write_text("# A page\n\nIt says what it says.\n")
     (tmp_path / "data.jsonl").write_text('{"text": "The cat sat on the mat."}\n')
 
 

@@ -422,7 +422,9 @@ def test_no_word_of_others_is_a_flag_of_ours_and_every_flag_told_is_one():
     known = {"--qlora"}.union(*FLAGS.values())  # a spelling of two
     assert len(foreign_words()) >= 35
     for word, said in foreign_words().items():
+        assert set(re.findall(r"--[a-z][\w-]*", said)) <= known, word
         told = {command for command, flags in FLAGS.items() if said.split()[0] in flags}
+        if said.startswith(f"--{word} {{}} | "):
+            continue  # a flag of ours, with what other commands have in its place
         own = {command for command in told or ("find", "train") if f"--{word}" in FLAGS[command]}
         assert not own or (word in ("length", "max-length") and own == {"predict"}), word
-        assert set(re.findall(r"--[a-z][\w-]*", said)) <= known, word

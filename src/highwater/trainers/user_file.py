@@ -154,8 +154,8 @@ def settings_of(
     refused = TRAINERS[trainer].refused(taken)
     for name in refused:
         if taken[name] != RUNG_ROWS[name].default:
-            theirs = _THEIRS.get(name, name)
-            raise _unknown(source, theirs, str(config.get(theirs, taken[name])).lower())
+            value = "false" if name == "recompute" else taken[name]
+            raise _unknown(source, _THEIRS.get(name, name), value)
     settings = {name: value for name, value in taken.items() if name not in refused}
     notes += [said for name, said in BY_SOURCE.items() if settings.get(name, "none") != "none"]
     length_tokens = _whole(config, words.length, source, usual=0) or None
