@@ -14,7 +14,7 @@ from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.formula.rollout import rollout_of
 from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.question import BY_SOURCE, memory_limit_of, prediction_of
+from highwater.memory.question import UNMEASURED, memory_limit_of, prediction_of
 from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
@@ -120,7 +120,7 @@ def predict(
     if exact and beside is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
     first = question.cells[0].settings
-    read_off = [name for name in BY_SOURCE if getattr(first, name) not in ("none", False)]
+    read_off = [name for name in UNMEASURED if getattr(first, name) not in ("none", False)]
     if exact and (read_off or settings.get("attention") == "block_sparse"):
         what = "DeepSpeed" if read_off else "block-sparse attention"
         what = "paged moments" if first.paged else what
@@ -145,7 +145,7 @@ def predict(
         problem = "what training costs beside a rollout: how long it generates is not predicted"
         raise UsageError(problem, hint="leave `--price` and `--tokens` out")
     told = {"method": method, "length_tokens": length_tokens, "calibration": known}
-    every_note = tuple(dict.fromkeys((*said, *notes, *(BY_SOURCE[name] for name in read_off))))
+    every_note = tuple(dict.fromkeys((*said, *notes, *(UNMEASURED[name] for name in read_off))))
     told |= {"notes": every_note, "amount": amount, "price": hour_price}
     answered = partial(prediction_of, question, where, memory_limit, trainer, **told)
     if not exact:

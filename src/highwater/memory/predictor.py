@@ -82,7 +82,7 @@ class FormulaPredictor:
         return self
 
     def start(self, room_bytes: int, likely_index: int | None) -> int | None:
-        """``likely_index``: to predict costs the same at any length."""
+        """``likely_index`` as it is: a formula costs the same at any length."""
         del room_bytes
         return likely_index
 
@@ -269,7 +269,7 @@ def _predicted_length(
     is_whole: bool = False,
 ) -> CellPrediction:
     """Predict one length; the caller sets which is the longest. ``room_bytes`` None: the length is
-    known not to fit. ``is_whole``: name the tensors alive at the peak.
+    known not to fit, so its need has no limit. ``is_whole``: name the tensors alive at the peak.
     """
     formula, peak = predictor.formula, predictor.at(length_tokens, room_bytes)
     question, limit_bytes = formula.question, formula.memory_limit.device_bytes
@@ -279,13 +279,11 @@ def _predicted_length(
     if replayed is not None:
         alive = peak.alive() if is_whole and peak.alive is not None else ()
         fits = peak.fits and room_bytes is not None
-        replayed, used_bytes = (
-            replayed.replace(fits=fits, alive=alive),
-            needed_bytes,
-        )
+        replayed, used_bytes = replayed.replace(fits=fits, alive=alive), needed_bytes
     if factors is not None:
         high_bytes = interval(needed_bytes, factors).high_bytes
         around = interval(used_bytes, factors)
+        # what is only cached never exceeds the GPU, what is needed may
         high = max(high_bytes, min(around.high_bytes, limit_bytes))
         around = around.replace(high_bytes=high)
     headroom_bytes = limit_bytes - needed_bytes

@@ -47,7 +47,7 @@ ZERO_NOTE = "ZeRO-3 is taken as FSDP2, which shards nearly so, without its bucke
 """Note of a prediction with ZeRO-3 for a trainer whose formula has FSDP2 alone."""
 
 
-BY_SOURCE = {
+UNMEASURED = {
     "deepspeed": "DeepSpeed by its source: allocated within 2 %, and it reserves up to 2.9 x",
     "paged": "paged moments are predicted by the source of bitsandbytes 0.50.2, and were never "
     "measured: they count as host memory, though CUDA keeps them on the GPU where there is room",

@@ -114,7 +114,7 @@ def _answered(prediction: Prediction, answer: CellPrediction, by: str, more: str
     if asked is not None:
         first = f"{_SURE[answer.risk]}: {model} trains {_tokens(asked, native)}"
         return told(first, answer, asked)
-    reach = f"{_least(answer, native)}{format_tokens(tokens)}"
+    reach = f"{_at_least(answer, native)}{format_tokens(tokens)}"
     simplest = prediction.native
     if simplest is None:
         may = "trains" if answer.capacity_tokens else "may train"
@@ -858,7 +858,7 @@ def _fits(predicted: CellPrediction) -> str:
     return predicted.risk
 
 
-def _least(predicted: CellPrediction, native_length_tokens: int) -> str:
+def _at_least(predicted: CellPrediction, native_length_tokens: int) -> str:
     """``≥`` if no longer length was asked about, and a longer one could be."""
     tokens, is_last = predicted.capacity_tokens, predicted.does_not_fit_tokens is None
     return "≥" if tokens and is_last and tokens != native_length_tokens else ""
@@ -868,7 +868,7 @@ def _reach(each: CellPrediction, native: int) -> str:
     """Longest length; if none leaves the headroom, what may fit and how surely."""
     if not each.capacity_tokens and each.risk is not None:
         return f"{_length(each.likely_edge_tokens, native)}, {each.risk}"
-    return f"{_least(each, native)}{_length(each.capacity_tokens, native)}"
+    return f"{_at_least(each, native)}{_length(each.capacity_tokens, native)}"
 
 
 def _length(tokens: int, native_length_tokens: int) -> str:

@@ -91,7 +91,7 @@ def _difference(one: int, other: int) -> str:
 
 
 def advice(profile: MemoryProfile) -> Advice | None:
-    """The setting to try first."""
+    """The setting to try first for less memory; None if none stands out."""
     is_expandable = profile.allocator_settings.get("expandable_segments") == "True"
     return advice_of(
         {each.category: each.bytes for each in profile.categories},
@@ -108,7 +108,7 @@ def _notes(profile: MemoryProfile) -> tuple[str, ...]:
 
 
 def place_table(profile: MemoryProfile, *, most: int = _PLACES) -> TextTable:
-    """Table of the memory that was alive by the line that allocated it, the largest first."""
+    """Table of what was alive at the profile's moment, by its ``most`` largest places."""
     places = profile.places[:most]
     rest = profile.allocated_bytes - sum(each.bytes for each in places)
     return table_of(

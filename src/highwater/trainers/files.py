@@ -272,7 +272,7 @@ def is_ddp(cell: Cell) -> bool:
 
 
 def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
-    """The files of a trial, on top of the user's. Raises UsageError for trials that are not run."""
+    """The user's files ``base``, changed for a trial. Raises UsageError if either rules it out."""
     _refuse_untried(trainer, launched)
     _refuse_base(trainer, base)
     emitted = _emitted(trainer, launched)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
-from highwater.memory.question import BY_SOURCE, ZERO_NOTE
+from highwater.memory.question import UNMEASURED, ZERO_NOTE
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import Record, packaged
 from highwater.nouns.environment import ENV_IN_WORDS
@@ -157,7 +157,7 @@ def settings_of(
             value = "false" if name == "recompute" else taken[name]
             raise _unknown(source, _THEIRS.get(name, name), value)
     settings = {name: value for name, value in taken.items() if name not in refused}
-    notes += [said for name, said in BY_SOURCE.items() if settings.get(name, "none") != "none"]
+    notes += [said for name, said in UNMEASURED.items() if settings.get(name, "none") != "none"]
     length_tokens = _whole(config, words.length, source, usual=0) or None
     return FileSettings(settings, length_tokens, tuple(notes))
 

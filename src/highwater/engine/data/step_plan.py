@@ -133,7 +133,7 @@ class StepPlan:
         self._know_next()
 
     def step(self, number: int) -> tuple[tuple[int, ...], ...]:
-        """Return the documents of each row of a step; the first step is 1."""
+        """Return the documents' indices by row (micro-batch) of step ``number``, from 1."""
         assert number >= 1
         end = number * self._rows
         return tuple(self._row(row) for row in range(end - self._rows, end))

@@ -12,7 +12,7 @@ _WARPS = 8
 
 
 def product_(gate_TF: Tensor, up_TF: Tensor) -> None:
-    """Overwrite ``gate_TF``, as ``gates.product_`` does."""
+    """Overwrite ``gate_TF`` with ``silu(gate) * up``, as ``gates.product_`` does."""
     assert all(t.is_contiguous() for t in (gate_TF, up_TF)), "products of a tile are whole"
     count = gate_TF.numel()
     if count:

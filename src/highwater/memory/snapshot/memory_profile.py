@@ -128,7 +128,7 @@ class MemoryProfile(Record, frozen=True, kw_only=True):
         return " ".join((f"rank {self.rank}", *self.coordinates))
 
     def bytes_of(self, category: Category) -> int:
-        """Bytes of a category."""
+        """Bytes of a category alive at the moment; else 0."""
         return next((each.bytes for each in self.categories if each.category == category), 0)
 
 
