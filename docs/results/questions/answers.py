@@ -169,7 +169,7 @@ def _page(document: dict[str, list[Answer]]) -> Iterator[str]:
         "mended, one was right and three mostly** ([blind.ndjson](blind.ndjson), at "
         "`691b749e`). **Of a fourth ten, at `d99687f7`, none was right, five mostly, three half, "
         "and two not; of a fifth ten, at `a2fe5513`, two were right, five mostly and three "
-        "half; of a sixth ten, at `f9df5d3c`, three were right, five mostly, one half and one "
+        "half; of a sixth ten, at `dfa7335a`, three were right, five mostly, one half and one "
         "not.** A question that nobody foresaw is answered in the first line of the first "
         "command by none to three of ten, and somewhere in an answer by about half."
     )
