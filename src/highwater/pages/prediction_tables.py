@@ -57,7 +57,7 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 
 def in_lines(answer: str) -> str:
-    """Break the answer into lines: before long settings, the longest length, what would fit."""
+    """Break the answer into lines: settings that are long, the longest length, what would fit."""
     return re.sub(
         r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is)", "\n", answer
     )
@@ -96,8 +96,8 @@ def _answered(prediction: Prediction, answer: CellPrediction, by: str, more: str
     where = f"{_where(prediction)}{more}"
     if (cost := prediction.cost) is not None:
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
-        many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
-        many = many if cost.tokens % 10**9 else f"{cost.tokens // 10**9:,} billion"
+        size, name = (10**6, "million") if cost.tokens % 10**9 else (10**9, "billion")
+        many = f"A {name}" if cost.tokens == size else f"{cost.tokens / size:,.6g} {name}"
         by += f". {many} tokens take {format_seconds(cost.time_s)}{money}"
     tokens = answer.reach_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
@@ -255,9 +255,8 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
     by += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
     by = "measured, in memory alone" if chosen.is_memory_only else by
     tokens = _tokens(found.length_tokens, found.native_length_tokens)
-    more = _how_many(found.alternatives, found.gpus)
-    first += f"{plain(found.model_name)} trains {tokens} on {_where(found, target)}"
-    first += more and f" ({more})"
+    where, more = _where(found, target), _how_many(found.alternatives, found.gpus)
+    first += f"{plain(found.model_name)} trains {tokens} on {where}{more and f' ({more})'}"
     host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
     return _sentences_on(first, chosen, *host, by=by, is_scaled=is_scaled)
 

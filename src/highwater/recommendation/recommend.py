@@ -117,8 +117,11 @@ def recommend(
     if own_file is None or read is None:
         return found
     found = _with_fewest_changes(found, goal, own_file, read.settings)
-    said = f", with changes to {own_file.name}"
-    others = [e.replace(how_many=e.how_many and f"{e.how_many}{said}") for e in found.alternatives]
+    others, own = list(found.alternatives), read.settings.items()
+    for place, each in enumerate(others):
+        if each.cell and any(getattr(each.cell.settings, n, v) != v for n, v in own):
+            said = each.how_many and f"{each.how_many}, with changes to {own_file.name}"
+            others[place] = each.replace(how_many=said)
     return found.replace(notes=(*read.notes, *found.notes), alternatives=tuple(others))
 
 

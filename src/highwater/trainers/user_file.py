@@ -77,8 +77,6 @@ _OPTIMIZERS = {
     "adamw": r"adamw(_torch\w*)?|paged_adamw(_32bit)?",
 }
 """Patterns of optimizers' names in files, by the optimizer that is predicted for them."""
-
-
 _THEIRS = {
     "recompute": "gradient_checkpointing",
     "offload": "offload_params",
