@@ -1,4 +1,4 @@
-"""A benchmark of attentions: what is asked, what each process measured, and the answer."""
+"""Records of an attention benchmark: the order, what each process measured, and the result."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -76,9 +76,9 @@ CLASSES: Mapping[str, str] = {
 
 
 def implementations_named(words: Sequence[str], *, has_pattern: bool = False) -> tuple[str, ...]:
-    """The named implementations, in the catalog's order; all where none is named. ``block_sparse``
-    stands for ``SHARES`` unless a pattern was typed (``has_pattern``). Raises UsageError for an
-    unknown name, with the nearest.
+    """The named implementations, in the catalog's order; all implementations if ``words`` is empty.
+    ``block_sparse`` stands for each of ``SHARES`` unless the user gave a pattern (``has_pattern``).
+    Raises UsageError for an unknown name, with the most similar known name.
     """
     names = (*IMPLEMENTATIONS, *CLASSES)
     for word in words:
@@ -145,7 +145,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
         return middle if fits < middle < fails else None
 
     def entries(self) -> Iterator[tuple[str, Mode]]:
-        """Implementations and modes, in the order in which they are measured."""
+        """Yield each implementation with each of its modes, in the order of measurement."""
         modes = {name: IMPLEMENTATIONS[name].modes for name in self.implementations}
         single = [name for name in modes if "single" in modes[name]]
         for name in single:
@@ -251,7 +251,7 @@ class BenchRow(OfEntry, frozen=True, kw_only=True):
 
 
 class NotRun(Record, frozen=True, kw_only=True):
-    """An implementation and mode that was asked for and does not run here."""
+    """An implementation and mode that was requested but cannot run on this machine."""
 
     implementation: str
     mode: Mode
@@ -300,7 +300,7 @@ class BenchShare(Record, frozen=True, kw_only=True):
         )
 
     def next_case(self) -> BenchRow | None:
-        """The case after those that are done; None at the end."""
+        """The next case to measure, after those in ``rows``; None if all are measured."""
         most = self.order.most_tokens
         if self.implementation == "reference":
             most = min(most, REFERENCE_TOKENS[self.order.device])
@@ -337,7 +337,7 @@ class BenchPart(Record, frozen=True, kw_only=True):
 
 
 class AttentionBench(Record, frozen=True, kw_only=True):
-    """A benchmark: what was asked, on which machine, and all that was measured."""
+    """A benchmark's result: its order, the machine, and all checks and measurements."""
 
     made_at: str
     """Date and time, ISO 8601."""

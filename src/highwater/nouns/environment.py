@@ -107,7 +107,7 @@ class Profiling(Record, frozen=True, kw_only=True):
     ranks: Literal["all"] | tuple[int, ...] = "all"
 
     def __post_init__(self) -> None:
-        """Raise RefusedError for steps, events and ranks that cannot be."""
+        """Raise RefusedError for steps, events or ranks out of range."""
         ranks = () if self.ranks == "all" else self.ranks
         for what, numbers, most in (
             ("profile_steps", self.profile_steps, MOST_STEPS),

@@ -223,12 +223,12 @@ def base_config(foreign: ForeignTrainer) -> bytes | None:
 
 
 def config_digest(path: Path) -> str:
-    """The digest of a configuration's bytes; raises UsageError for one that cannot be read."""
+    """Digest of the bytes of a configuration file; raises UsageError if it cannot be read."""
     return _digest(file_content(path))
 
 
 def file_content(path: Path) -> bytes:
-    """The bytes of a trainer's configuration; UsageError for one that cannot be read."""
+    """Bytes of a trainer's configuration file; raises UsageError if it cannot be read."""
     try:
         return read_file(path, most_bytes=SETTINGS_BYTES)
     except (OSError, ValueError) as error:
@@ -246,7 +246,7 @@ def _digest(content: bytes) -> str:
 
 
 def command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
-    """The words of the request's command, or of its program; empty: the trainer's usual one."""
+    """Words of the command to start, or of the trainer's program; empty: the default program."""
     if not FOREIGN[trainer].is_typed:
         return () if request.command is None else split_words(request.command)
     example = LAUNCHED_EXAMPLE if FOREIGN[trainer].is_launched else EXAMPLE
@@ -270,7 +270,7 @@ def command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
 
 
 def program_of(request: Request) -> str | None:
-    """The program that a request's command starts, or that launches it; None: there is none."""
+    """The program that the request's command starts or launches; None if it names none."""
     trainer = foreign_name(request.trainer)
     if trainer is None or request.command is None:
         return None
@@ -281,7 +281,7 @@ def program_of(request: Request) -> str | None:
 
 
 def with_one_count(request: Request, foreign: ForeignTrainer) -> Request:
-    """The request with one GPU, where it names no number and its command cannot be told one."""
+    """The request, with one GPU if it names no number and its command has no place for a number."""
     traits = FOREIGN[foreign.trainer]
     if traits.is_launched or not traits.is_typed or request.gpus is not None:
         return request
