@@ -57,7 +57,7 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
 
 
 class CellPrediction(Record, frozen=True, kw_only=True):
-    """Prediction for one cell: the longest length that fits, and the memory of a step there."""
+    """Prediction for one cell: the longest length that fits, and the memory of a step at it."""
 
     cell: Cell
     capacity_tokens: int
@@ -111,7 +111,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
 
     @property
     def peak_phase(self) -> str:
-        """Name of the phase that has the peak."""
+        """Name of the phase of the step in which memory peaks."""
         return self.footprint.peak.name if self.replayed is None else self.replayed.phase
 
 
@@ -156,9 +156,9 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def answer(self) -> CellPrediction | None:
-        """The cell that answers the question: the simplest that trains the length asked about, or
-        the one with the longest capacity; else the one with the most room of those that may fit
-        without the default headroom; None if none may.
+        """The cell that answers the question: the simplest cell that trains the requested length,
+        or the cell with the longest capacity; else, if the default headroom is not left, the cell
+        with the most free memory that may still fit. None if no cell may fit.
         """
         fitting = [cell for cell in self.cells if cell.capacity_tokens]
         if fitting and self.length_tokens:
@@ -182,12 +182,12 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def explained(self) -> CellPrediction:
-        """The cell to explain: the answer; without one, the first cell."""
+        """The cell to explain: the answer, or the first cell if there is no answer."""
         return self.answer or self.cells[0]
 
 
 def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacity, ...]:
-    """Capacities of a prediction's cells, with the headroom asked for if it is not the default."""
+    """Capacities of a prediction's cells, with the headroom if it is not the default one."""
     kinds = {kind.name: kind.usable_bytes for kind in gpu_catalog()}
     limit_bytes = prediction.memory_limit.device_bytes
     is_whole = kinds.get(prediction.device_name, prediction.device_bytes) == limit_bytes

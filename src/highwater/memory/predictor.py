@@ -1,8 +1,8 @@
 """Predictor: one protocol for every way to predict the memory of a length in a cell, and the search
 for the longest length that fits, which is the same for all predictors.
 
-A predictor gets a length and a room, the bytes of a GPU that training has: a formula answers in
-closed form; a replay of a traced step finds out whether the allocator runs out in that room.
+A predictor gets a length, and the room: bytes of a GPU that the training may use. A formula answers
+in closed form; a replay of a traced step tells if the allocator runs out of memory in that room.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ replays only if a length fits, else by formula, which is faster."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedPeak:
-    """Predicted memory of one length on the fullest GPU, which has a room of so many bytes."""
+    """Predicted memory of one length on the fullest GPU, and whether it fits the room."""
 
     footprint: Footprint
     """Bytes by term, of the GPU and of the host, as the formula has them."""
@@ -49,17 +49,17 @@ class Predictor(Protocol):
 
     @property
     def formula(self) -> "FormulaPredictor":
-        """The same cell by formula, which has the bytes by term and says where a search begins."""
+        """Predictor of the same cell by formula: for bytes by term, and a start of the search."""
         ...
 
     def start(self, room_bytes: int, likely_index: int | None) -> int | None:
-        """Grid index at which to begin the search for the longest length that fits the room.
-        ``likely_index``: the index found without headroom, if known. None: begin in the middle.
+        """Grid index at which to start the search for the longest length that fits ``room_bytes``.
+        ``likely_index``: the index found without headroom, if known. None: start in the middle.
         """
         ...
 
     def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
-        """The peak of one length on a GPU with this much for training; None: unlimited."""
+        """The predicted peak of a length, in ``room_bytes`` of a GPU's memory; None: no limit."""
         ...
 
 
@@ -78,7 +78,7 @@ class FormulaPredictor:
 
     @property
     def formula(self) -> "FormulaPredictor":
-        """This predictor itself."""
+        """This predictor, which is by formula already."""
         return self
 
     def start(self, room_bytes: int, likely_index: int | None) -> int | None:
@@ -87,7 +87,7 @@ class FormulaPredictor:
         return likely_index
 
     def at(self, length_tokens: int, room_bytes: int | None = None) -> PredictedPeak:
-        """Bytes by term; outside the allocator by the user's own constants, if there are any."""
+        """The predicted peak in bytes by term; outside the allocator, by the user's constants."""
         question, limit, settings = self.question, self.memory_limit, self.cell.settings
         place = question.model.shape, settings, self.cell.layout
         step = Step(*place, length_tokens, question.device, question.prompt_tokens)
@@ -126,7 +126,7 @@ class Replays:
     _roomy: dict[int, tuple[Replayed, int]] = field(default_factory=dict)
 
     def __call__(self, size: int, capacity_bytes: int | None) -> tuple[Replayed, int]:
-        """The replay of a length, or of a number of tokens, in an allocator with these bytes."""
+        """Replay a length, or a number of tokens, in an allocator of ``capacity_bytes``; cached."""
         found = self._roomy.get(size)
         if found and (capacity_bytes is None or found[0].peak_reserved_bytes <= capacity_bytes):
             return found
@@ -183,7 +183,7 @@ def predict_cells(
     calibration: Calibration | None = None,
     asked: Asked = "everything",
 ) -> tuple[CellPrediction, ...]:
-    """Predict every cell of the question, in its order; without a calibration, no intervals."""
+    """Predict every cell of the question, in its order; intervals need a ``calibration``."""
     return tuple(
         predict_cell(
             predictor_of(question, cell, memory_limit),
@@ -269,7 +269,7 @@ def _predicted_length(
     is_whole: bool = False,
 ) -> CellPrediction:
     """Predict one length; the caller sets which is the longest. ``room_bytes`` None: the length is
-    known not to fit, so its need has no limit. ``is_whole``: name the tensors alive at the peak.
+    known not to fit, so its need has no limit. ``is_whole``: list the tensors live at the peak.
     """
     formula, peak = predictor.formula, predictor.at(length_tokens, room_bytes)
     question, limit_bytes = formula.question, formula.memory_limit.device_bytes
@@ -322,7 +322,7 @@ def _risk(
 
 
 def longest(predictor: Predictor, room_bytes: int, *, likely_index: int | None = None) -> int:
-    """Grid index of the longest length that fits the room, 0 if none; the rest as in ``start``."""
+    """Grid index of the longest length that fits the room, 0 if none; arguments as in ``start``."""
     formula = predictor.formula
     grid, cell = formula.question.grid, formula.cell
     end, start = max(1, formula.question.size_of(cell)), predictor.start(room_bytes, likely_index)
@@ -340,8 +340,8 @@ def longest(predictor: Predictor, room_bytes: int, *, likely_index: int | None =
 
 
 def edge(start: int | None, last: int, fits: Callable[[int], bool], *, first: int = 1) -> int:
-    """The highest index from ``first`` to ``last`` that fits below one that does not, 0 if none:
-    strides that double away from ``start``, then bisection; without a start bisection alone.
+    """Highest index in ``first`` to ``last`` that fits below one that does not; 0 if there is none.
+    The search doubles its strides away from ``start``, then bisects; without ``start`` it bisects.
     """
     low, high, stride = first - 1, last + 1, 1
     index = (low + high) // 2 if start is None else start

@@ -1,4 +1,4 @@
-"""The question of a prediction: all settings and layouts on GPUs, here or not, and their memory."""
+"""The question of a prediction: all settings and layouts on GPUs, and the GPUs' memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -62,7 +62,7 @@ def predicted_question(
     length_tokens: int | None,
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:
-    """The question with every rung, on a grid or at one length, and notes. Raises UsageError."""
+    """The question with every rung, on a grid or at one length; and notes. Raises UsageError."""
     settings = {"headroom": default_headroom_bytes(where.device_bytes), **settings}
     lacks = TRAINERS[trainer].is_watched and TRAINERS[trainer].refused(["deepspeed"])
     is_zero = bool(lacks) and settings.get("deepspeed") == "zero3"
@@ -109,9 +109,9 @@ def _refuse_no_length(length_tokens: int, settings: Mapping[str, Any]) -> None:
 def _requests(
     model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> list[Request]:
-    """One request for each ladder: without offload; then, unless the settings say, with the moments
-    on the host, and with all states there. Each also asks for activations on the host, and for
-    every Ulysses degree that works.
+    """One request for each ladder: without offload; then, unless the settings fix it, with the
+    moments on the host, and with all states on the host. Each also tries activations on the host,
+    and every Ulysses degree that works.
     """
     refused = refused_settings(trainer, settings)
     if refused:
@@ -173,7 +173,7 @@ def _copies_of_machines(where: Cluster) -> dict[str, Any]:
 def _default_degrees(
     model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> dict[str, list[int]]:
-    """Fields for the degrees that are tried if the user names none: of Ulysses, or of a ring."""
+    """Fields for the degrees to try if the user names none: of Ulysses, or of a ring."""
     rings, shape = TRAINERS[trainer].ring_objectives, load_model(model).shape
     if rings is None or not shape.has_plain_attention:
         return {"ulysses": _degrees(model, where, settings)}
@@ -186,7 +186,7 @@ def _default_degrees(
 
 
 def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[int]:
-    """Every Ulysses degree that works on these GPUs; with several machines, within one machine."""
+    """Ulysses degrees that work on these GPUs; with several machines, within one machine."""
     shape = load_model(model).shape
     divisors = [degree for degree in range(1, where.gpus + 1) if where.gpus % degree == 0]
     works = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
@@ -257,7 +257,7 @@ def prediction_of(
     cells: tuple[CellPrediction, ...],
     **told: Any,
 ) -> Prediction:
-    """The document of predicted cells; ``told``: its other fields, and a cost's amount, price."""
+    """Make a ``Prediction`` of predicted cells; ``told``: other fields, a cost amount and price."""
     is_one_length = told["length_tokens"] is not None
     cells, native = with_frontier(question, cells, is_one_length=is_one_length), None
     replayed, notes = sum(cell.replayed is not None for cell in cells), told.pop("notes")
@@ -342,7 +342,7 @@ def alone_at(question: Question, cell: Cell, length_tokens: int) -> Question:
 def with_most_share(
     alone: Question, limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
 ) -> MemoryLimit:
-    """The limit, with the largest share for vLLM beside which one cell fits, unless typed."""
+    """The limit with the largest vLLM share beside which one cell fits, unless one was typed."""
     rollout = limit.rollout
     if rollout is None or rollout.most_utilization is None:
         return limit
@@ -357,7 +357,7 @@ def with_most_share(
 def at_native(
     question: Question, limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
 ) -> CellPrediction | None:
-    """The simplest cell that trains the native length; None if none does, or the grid lacks it."""
+    """The simplest cell that trains the native length; None if none does, or it is off the grid."""
     native = question.grid.native_length_tokens
     if not question.grid.start_tokens <= native <= question.grid.max_tokens:
         return None
@@ -369,8 +369,8 @@ def at_native(
 
 
 def placed(question: Question, machine: Machine) -> Cell:
-    """The cell that a single trial takes for ``auto``: the fastest that fits by prediction (a dry
-    run: in the host memory that it names), else the one that lacks the fewest bytes of a GPU.
+    """The cell of a single trial with ``--activations auto``: the fastest that is predicted to fit
+    (for a dry run: in the named host memory), else the cell that lacks the fewest bytes of a GPU.
     """
     memory_bytes = question.memory_bytes
     if len(question.cells) == 1 or memory_bytes is None:
@@ -393,8 +393,8 @@ def placed(question: Question, machine: Machine) -> Cell:
 
 
 def with_usual_host(limit: MemoryLimit, where: Cluster) -> MemoryLimit:
-    """The limit with the host memory of this machine, or of one that usually has such GPUs, unless
-    the user named some. For more GPUs than any machine has: that of the largest machine.
+    """The limit with the host memory of this machine, or of a usual machine with such GPUs, unless
+    the user named it. For more GPUs than any machine has: that of the largest machine.
     """
     if limit.host_bytes is not None and limit.usual_host is None:
         return limit

@@ -129,7 +129,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     """On the CPU: threads of each process."""
 
     def next_length(self, tried: Mapping[int, bool], *, most: int) -> int | None:
-        """The next length up to ``most``: named, or by doubling, then bisection; None: no more."""
+        """Next length to measure, up to ``most``: named, or by doubling and bisection; or None."""
         if self.lengths:
             left = (each for each in self.lengths if each <= most and each not in tried)
             return min(left, default=None)

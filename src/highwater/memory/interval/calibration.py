@@ -1,12 +1,13 @@
-"""Calibration: how far trials were from their predictions, and from that the next interval.
+"""Calibration: the errors of predictions against trials, and the next prediction's interval from
+them.
 
 Split conformal prediction: given n residuals and a new one exchangeable with them, the new one is
-at most the k-th smallest in k of n + 1 cases, whatever their distribution. Source:
-Lei, G'Sell, Rinaldo, Tibshirani, Wasserman 2018, https://arxiv.org/abs/1604.04173, section 2.2.
+at most the k-th smallest in k of n + 1 cases, whatever their distribution. Source: Lei, G'Sell,
+Rinaldo, Tibshirani, Wasserman 2018, https://arxiv.org/abs/1604.04173, section 2.2.
 
-A trial that is watched from outside reports no bytes of its allocator, but the longest trial that
-fit needs at most the memory it was given, and the shortest that ran out more. The formula's error
-is assumed equal at both, which bounds it from both sides: such a residual is an edge.
+A foreign trainer's trial reports no bytes of its allocator, but the longest that fit needs at most
+the memory it was given, the shortest that ran out more. The formula's error is assumed equal at
+both, which bounds it from both sides: such a residual is an edge.
 """
 
 import math
@@ -56,7 +57,7 @@ class Factors(Record, frozen=True, kw_only=True):
 
 
 class Interval(Record, frozen=True, kw_only=True):
-    """Predicted interval of the memory of one GPU, as its driver would report it."""
+    """Predicted interval of one GPU's memory use as its driver would report it."""
 
     low_bytes: int
     high_bytes: int
@@ -219,7 +220,7 @@ def edge_residuals(study: Study, formula: Formula) -> tuple[Residual, ...]:
 
 
 def _edge(study: Study, cell: Cell) -> tuple[RecordedTrial, RecordedTrial] | None:
-    """A cell's longest trial that fit below the shortest that ran out, and that one; else None."""
+    """A cell's longest trial that fit below the shortest that ran out, and the latter; or None."""
     trials = sorted(study.trials_of(cell), key=lambda trial: trial.spec.length_tokens)
     ran_out = next((each for each in trials if _ended(each, Outcome.OUT_OF_MEMORY)), None)
     if ran_out is None:
