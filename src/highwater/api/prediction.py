@@ -1,4 +1,4 @@
-"""Predictions: what fits on GPUs that need not be here.
+"""Predictions: what fits on GPUs, which need not be in this machine.
 
 What only ``exact``, ``calibrate_with``, ``constants`` or a table needs is imported where it is
 used: a prediction by formula starts without trials, journals and traces.
@@ -218,10 +218,10 @@ def predict_against(
     gpu_memory: str | int | None = None,
     **limits: Any,
 ) -> "TableAccuracy":
-    """Compare predictions for every cell of a table of known capacities (CSV) with the table.
+    """Compare a table of known capacities (CSV) with the prediction for each of its cells.
 
-    ``gpu_memory`` is that of the kind that no catalog has, or of the table's only kind; ``limits``
-    are ``host_memory`` and ``reserved``, as for ``predict``.
+    ``gpu_memory`` is the memory of a GPU that is not in the catalog, or of the table's only kind;
+    ``limits`` are ``host_memory`` and ``reserved``, as for ``predict``.
     """
     from highwater.memory.table_accuracy import (
         memory_limits_of,
