@@ -37,7 +37,7 @@ class Ending(Record, frozen=True, kw_only=True):
 
 
 class Verdict(NamedTuple):
-    """An outcome and the one line that says why."""
+    """An outcome, and a line of text that explains it."""
 
     outcome: Outcome
     reason: str
@@ -49,7 +49,7 @@ def classify(spec: TrialSpec, ending: Ending) -> Verdict:
 
 
 def failure_of(spec: TrialSpec, ending: Ending) -> Verdict | None:
-    """Verdict if a process did not end by itself with success; None if all of them did."""
+    """Verdict on a trial if a process was ended or failed; None if all processes succeeded."""
     strange = _strange_ranks(spec, ending.reports)
     if strange is not None:
         return Verdict(Outcome.CRASHED, strange)
@@ -76,7 +76,7 @@ def failure_of(spec: TrialSpec, ending: Ending) -> Verdict | None:
 
 
 def _strange_ranks(spec: TrialSpec, reports: Sequence[RankReport]) -> str | None:
-    """Say what is wrong with the reports; None if no rank is unknown or reported twice."""
+    """A line about unexpected reports: of an unknown rank, or a second one of a rank; else None."""
     for rank, times in Counter(report.rank for report in reports).items():
         if not 0 <= rank < spec.layout.gpus:
             last = spec.layout.gpus - 1
@@ -92,8 +92,8 @@ def _classify_silence(
     """Decide the outcome of a trial in which some ranks left no report.
 
     The kernel, a signal or an abort in native code ended them. Memory ran out only if the kernel
-    counts a kill, or a rank's own last words before an abort say so. A segmentation fault or an
-    exit status says nothing about memory, whatever was written before (docs/decisions/027).
+    counts a kill, or a rank's last output before an abort says so. A segmentation fault or an exit
+    status says nothing about memory, whatever was written before (docs/decisions/027).
     """
     exits = [each for each in ending.exits if each.rank in silent]
     for each in exits:

@@ -1,4 +1,4 @@
-"""Checks of what would make every trial fail, before the first; what installed packages allow."""
+"""Checks, before the first trial, for faults that would make all fail; features of packages."""
 
 import re
 import shutil
@@ -126,7 +126,7 @@ def _refuse_no_function(source: str) -> None:
 
 
 def _refuse_no_program(request: Request) -> None:
-    """Raise UsageError if another trainer's program, or a launched script, is not found here."""
+    """Raise UsageError if a foreign trainer's program, or a launched script, is not found."""
     trainer, program = foreign_name(request.trainer), program_of(request)
     is_launched = trainer is not None and FOREIGN[trainer].is_launched
     if program is not None and shutil.which(program) is None:
@@ -183,7 +183,7 @@ _OF_TRIALS = (
 
 
 def features(machine: Machine) -> tuple[Feature, ...]:
-    """Features of this installation, working or not; first those without further packages."""
+    """Features of this installation, working or not; those without further packages first."""
     lacking = package_obstacles(machine)
     beside = ("train",) if lacking else ()
     return (

@@ -132,7 +132,7 @@ def _run(
     launcher_s: float | None,
     is_plain: bool,
 ) -> Ends | None:
-    """Run the command or its ranks to their end, by ``awaits``; None if told to end."""
+    """Run the command or its ranks until ``awaits`` returns; None if told to end."""
     reaper = os.getpid()
 
     def prepare() -> None:
@@ -160,7 +160,7 @@ def _run(
 
 
 def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> Ends | None:
-    """Reap until all ``pids`` ended, or one failed a while ago; None if told to end at once."""
+    """Reap until all ``pids`` ended, or a while after one failed; None if told to end at once."""
     ends: Ends = []
     deadline_s: float | None = None
     is_told = has_failed = False
@@ -211,7 +211,7 @@ def status_of(status: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kill and reap until no descendant is left: a killed process may have started another."""
+    """Kill and reap descendants until none is left: a process being killed may start another."""
     while True:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

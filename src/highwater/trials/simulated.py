@@ -1,7 +1,7 @@
 """SimulatedRunner: answers trials from a memory law, for ``--dry-run`` and for tests.
 
-A law gives the bytes that a trial needs, or the outcome with which it ends; it may also raise. The
-result is like a real trial's, labelled ``simulated``: peaks by the law, and no times.
+A law is a function from a trial to the bytes that it needs, or to its outcome; it may also raise.
+The result is like a real trial's, labelled ``simulated``: peaks by the law, and no times.
 """
 
 from abc import ABC, abstractmethod
@@ -35,18 +35,18 @@ from highwater.units import format_bytes
 
 
 class OneByOne(ABC):
-    """A ``Runner`` with one place, whose trials end before ``submit`` returns."""
+    """A ``Runner`` of one trial at a time, which ends before ``submit`` returns."""
 
     @abstractmethod
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-        """Return the result of a trial; raises what a launch raises."""
+        """Return the result of a trial; raises the errors of ``Launcher.launch``."""
 
     def has_room(self, spec: TrialSpec) -> bool:  # noqa: ARG002
-        """Return True: no trial runs when this is called."""
+        """Return True: trials end within ``submit``, so none is running."""
         return True
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:  # noqa: ARG002
-        """Run the trial, and return a finished future with its result or what it raised."""
+        """Run the trial, and return a finished future with its result or its exception."""
         future: Future[TrialResult] = Future()
         try:
             result = self.run(launch.spec, attempt=launch.attempt, repeat=launch.repeat)
@@ -69,12 +69,12 @@ class SimulatedRunner(OneByOne):
     """A ``Runner`` that trains nothing and takes no time."""
 
     def __init__(self, law: Law, *, device_total_bytes: int | None = None) -> None:
-        """``device_total_bytes``: the card's, for trials without a budget; None: unlimited."""
+        """``device_total_bytes``: GPU memory of trials without a budget; None: unlimited."""
         self._law = law
         self._device_total_bytes = device_total_bytes
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002
-        """Return the result by the law; raises what the law raises."""
+        """Return the simulated result of a trial; raises the exceptions of the law."""
         fit = Outcome.MEMORY_ONLY_FIT if spec.is_memory_only else Outcome.FIT
         told = self._law(spec)
         if isinstance(told, Outcome):
@@ -160,7 +160,7 @@ class FormulaLaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedLaw(FormulaLaw):
-    """The law of ``highwater predict``: fit if the pessimistic end does, with headroom."""
+    """The law of ``highwater predict``: a length fits if its upper estimate fits with headroom."""
 
     question: Question
     limit: MemoryLimit
