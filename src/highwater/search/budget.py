@@ -1,9 +1,9 @@
-"""Budget: which trials a search is about to run, how long they are expected to take, and whether
-the time left is enough for the next one.
+"""Budget: the trials that a search is about to run, their expected time, and whether the time left
+is enough for the next trial.
 
-A trial starts only if it is expected to end in time. A trial whose time nobody can predict starts
-while any time is left, is stopped when the budget ends, and runs again when the search is resumed.
-A full trial after a cell's edge leaves the later cells enough time to find their edges.
+A trial starts only if it is expected to end in time. A trial of unknown time starts while any time
+is left, is stopped when the budget ends, and runs again when the search is resumed. A full trial
+after a cell's edge leaves the later cells enough time to find their edges.
 """
 
 import time
@@ -136,7 +136,7 @@ class Budget:
         same_timeout: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``timeout_s`` bounds a full trial; with ``same_timeout`` also a memory-only one."""
+        """``timeout_s`` limits a full trial; with ``same_timeout`` also a memory-only trial."""
         self._question = question
         self._runner = runner
         self._timeout_s = timeout_s
@@ -160,7 +160,7 @@ class Budget:
         return self._ends_at - self._clock()
 
     def allows(self, trial: NextTrial) -> bool:
-        """True if there is time for a trial that has no recorded result."""
+        """True if enough time is left for a trial that has no recorded result."""
         kept_s, needed_s = 0.0, trial_s(self._question, trial.spec) or 0.0
         if trial.after_edge:  # the cells after this one are to find their edges
             later = takewhile(lambda other: other != trial.cell, reversed(self.order))
