@@ -79,7 +79,7 @@ _MOST_RANKS = 8
 
 
 def profile(arguments: argparse.Namespace) -> int:
-    """Print what was alive in a snapshot, or in two side by side; write the page that is named."""
+    """Print the live bytes of a snapshot, or of two side by side; write the requested page."""
     paths: list[str] = arguments.paths
     if len(paths) > _MOST_PATHS:
         raise UsageError(
@@ -109,7 +109,7 @@ def profile(arguments: argparse.Namespace) -> int:
 
 
 def _fullest(folder: Path) -> MemoryProfile:
-    """The profile of the rank that needed most in one step, with a note that names the others."""
+    """Profile of the rank with the highest peak, with a note that names the other ranks."""
     paths = ranks_snapshots(folder)
     if not paths:
         raise SnapshotError(f"{folder} has no memory snapshot", hint=HOW_TO_MAKE_ONE)

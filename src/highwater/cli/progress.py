@@ -116,7 +116,7 @@ class Progress:
         self._has_named_log = False
 
     def hear(self, event: SearchEvent) -> None:
-        """Take in one event."""
+        """Update the progress with one event of the search."""
         match event:
             case TrialStarted():
                 self._start(event)
@@ -157,11 +157,11 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left, the running trials included; None while unknown.
+        """Estimated seconds left, the running trials included; None if unknown.
 
-        By prediction where the GPU's rates are known. Else the mean of the last trials that fit,
-        each scaled up to the present length, as time is at least linear in it; None for a length
-        much longer than theirs. Trials that run side by side now are taken to do so to the end.
+        By prediction if the GPU's rates are known; else the mean of the last trials that fit, each
+        scaled to the current length, as time is at least linear in it; None for a much longer
+        length. The number of concurrent trials is assumed to stay the same.
         """
         at_once = max(1, len(self._running))
         if self._cells_s and None not in self._cells_s.values():
@@ -234,7 +234,7 @@ class Progress:
                 return f"{name}: {self._answered(event.answer, 'capacity ', ' tokens')}"
 
     def table(self) -> TextTable:
-        """A table of where every cell stands now."""
+        """A table of the current state of every cell."""
         return table_of(
             f"{plain(self._question.model.name)}, {provenance(self._question)}",
             self._question.cells,
@@ -248,7 +248,7 @@ class Progress:
         )
 
     def _log_of(self, result: TrialResult) -> str:
-        """Name the log with the whole message of the first trial that ran out of memory."""
+        """Text naming the log with the whole error of the first trial that ran out of memory."""
         if self._has_named_log or not result.outcome.is_memory or result.log_path is None:
             return ""
         self._has_named_log = True
