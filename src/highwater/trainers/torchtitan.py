@@ -76,7 +76,7 @@ _LORA = """\
 def torchtitan(
     found: Recommendation, chosen: Candidate, *, model_path: str | None = None
 ) -> Emitted:
-    """Make a module with the configuration's function. Raises UsageError for what it lacks."""
+    """Make a module with the configuration. Raises UsageError for settings torchtitan lacks."""
     cell, settings = chosen.cell, chosen.cell.settings
     refuse_obstacle(
         cell,
@@ -154,7 +154,7 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
 
 
 def _of_adapters(found: Recommendation, chosen: Candidate, lora: Lora) -> list[str]:
-    """Sentences on the differences of torchtitan's LoRA from the predicted one."""
+    """Sentences on how torchtitan's LoRA differs from the predicted step."""
     where = "host memory" if chosen.cell.settings.offloads_model else "each GPU"
     more = format_bytes(_wider_bytes(found, chosen))
     said = [

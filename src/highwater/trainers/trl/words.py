@@ -150,7 +150,7 @@ def _by_heads(layout: Layout) -> str:
 
 
 def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) -> str | None:
-    """Reason, in words, why TRL cannot train an objective in a layout; None if it can."""
+    """Reason why TRL cannot train an objective with a layout; None if it can."""
     unknown = _WORDS.other_objective(objective, COMMANDS, is_written=False)
     if unknown is not None:
         return unknown
