@@ -125,8 +125,8 @@ def configured_method(config: Mapping[str, Any], source: Path) -> str | None:
 
 
 def quantised_tensor(dtypes: Mapping[str, str], *, is_mxfp4: bool) -> str | None:
-    """Say what shows that tensors are quantised, by their names and dtypes (as in safetensors);
-    None if nothing does. With ``is_mxfp4``, pairs of blocks and scales are ignored.
+    """Evidence, in words, that tensors are quantised, by their names and dtypes (as in
+    safetensors); None if there is none. With ``is_mxfp4``, pairs of blocks and scales are ignored.
     """
     for name, dtype in dtypes.items():
         if is_mxfp4 and _has_partner(name, dtypes):
@@ -151,8 +151,8 @@ def refuse_quantised_tensor(found: str | None, directory: Path) -> None:
 
 def unties(directory: Path) -> bool:
     """True if the files hold a head and an embedding with different values, which transformers does
-    not tie, whatever the config says. Equal ones are compared to the last byte: seconds for a large
-    vocabulary. Raises ModelError if their dtypes differ.
+    not tie, whatever the config says. Equal tensors are compared to the last byte: seconds for a
+    large vocabulary. Raises ModelError if their dtypes differ.
     """
     tensors = saved_tensors(directory)
     heads = [name for name in tensors if name.removeprefix("language_model.") in _HEADS]
@@ -243,7 +243,7 @@ def _files(directory: Path, pattern: str = "*") -> list[Path]:
 
 
 def _versions(directory: Path) -> tuple[tuple[Path, int, int], ...]:
-    """Return the safetensors files, with time and size, by which a cache detects changes."""
+    """Return the safetensors files, with times and sizes, as the key of a cache."""
     files = [file for file in weight_files(directory) if file.suffix == ".safetensors"]
     try:
         return tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
@@ -297,7 +297,7 @@ def _entry(file: Path, entry: Any, data: int, size: int) -> SavedTensor:
 
 
 def _has_partner(name: str, dtypes: Mapping[str, str]) -> bool:
-    """True for blocks whose scales are there, and for scales whose blocks are there."""
+    """True for MXFP4 blocks if their scales exist, and for scales if their blocks exist."""
     for end, other in ((MXFP4_BLOCKS, MXFP4_SCALES), (MXFP4_SCALES, MXFP4_BLOCKS)):
         if name.endswith(end):
             return dtypes[name] == dtypes.get(name.removesuffix(end) + other) == "U8"
