@@ -1,4 +1,4 @@
-"""Lines of a journal: one JSON object each, the header first; and the content that they add up to.
+"""Lines of a journal: one JSON object each, the header first; and the content that they represent.
 
 Schema 3:  header           the question, once
            opened           a process opened the journal for writing, with its time limit
@@ -12,8 +12,8 @@ that was edited, moved or removed in the middle is found and named. A journal be
 schema continues without checksums.
 
 An answer is accepted only if its trials support it (docs/decisions/026). All its lengths and bytes
-follow from results, in any order: the longest length that fit, the next, which did not, the reason
-why the search ended there, and the figures of the trial at the capacity.
+follow from results, whatever their order: the longest length that fit, the next, which did not, the
+reason why the search ended there, and the figures of the trial at the capacity.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -89,7 +89,7 @@ class _Shown:
 
     @property
     def reach(self) -> int:
-        """The highest index that fit, in full or memory-only; 0: none."""
+        """The highest index that fit, in full or memory-only; 0 if none did."""
         return max((*self.trained, *self.held), default=0)
 
 
@@ -114,7 +114,7 @@ def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTria
 
 
 def _is_asked(question: Question, answer: CellAnswer, trial: RecordedTrial, index: int) -> bool:
-    """True if a trial is one that the question asks for, apart from paths of model and files."""
+    """True if the question includes a trial, apart from paths of model and files."""
     spec = trial.spec
     if index < 1 or question.grid.length(index) != spec.length_tokens:
         return False
@@ -228,7 +228,7 @@ class HeaderLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="heade
 
 
 class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opened"):
-    """The process that writes from here on, for the error of another that finds the file locked."""
+    """Identifies the process that writes from here on, for errors in other processes."""
 
     pid: int
     host: str
@@ -360,7 +360,7 @@ class JournalContent:
         return self._trials.get(key)
 
     def has_told(self, spec: TrialSpec, repeat: int) -> bool:
-        """True if any attempt of a trial told whether memory suffices."""
+        """True if any attempt of a trial tells whether memory suffices."""
         results = (trial.result for trial in self._attempts(spec, repeat))
         return any(result is not None and result.outcome.tells for result in results)
 
@@ -375,7 +375,7 @@ class JournalContent:
         return (trial for (key, _, again), trial in self._trials.items() if (key, again) == found)
 
     def has_crashed(self, cell: Cell) -> bool:
-        """True if a trial of a cell crashed, and no attempt of it told or timed out later."""
+        """True if a trial of a cell crashed, and no later attempt told or timed out."""
         return any(
             trial.result is not None
             and trial.result.outcome is Outcome.CRASHED
@@ -385,7 +385,7 @@ class JournalContent:
         )
 
     def answer(self, cell: Cell) -> CellAnswer | None:
-        """Return the recorded answer for a cell; None if there is none that its trials support."""
+        """Return the recorded answer for a cell; None if its trials support no answer."""
         answer, why = self._claims.get(cell, (None, lambda: None))
         return None if why() else answer
 
