@@ -218,7 +218,7 @@ def cost_of(tokens: int, step: PredictedStep, *, gpus: int, hour_dollars: float 
 
 
 class _Work(NamedTuple):
-    """Work of one GPU for one micro-batch."""
+    """Work of one GPU for one micro-batch, in FLOPs and in bytes of memory traffic."""
 
     matmul_flops: float = 0
     attention_flops: float = 0
@@ -249,7 +249,7 @@ def predicted_step(
     attention_depth: int | None = None,
 ) -> PredictedStep | None:
     """Predict the time of a step; None for a GPU kind with unknown rates. ``attention_depth``: in a
-    memory-only trial, the number of layers with whole attention; the others attend within pieces.
+    memory-only trial, the number of layers with full attention; the others attend within pieces.
     """
     rates = rates_of(device_name)
     if rates is None:
@@ -328,8 +328,8 @@ def _micro_batch(
     sequences: int,
     whole: int,
 ) -> _Work:
-    """Return the work of one GPU: every layer of every trained model, the head, earlier passes, and
-    copies of parameters. Only the last ``whole`` layers attend over whole documents.
+    """Return the work of one GPU: all layers of every trained model, the head, the passes before
+    the step, and copies of parameters. Only the last ``whole`` layers attend over whole documents.
     """
     tokens = sequences * length_tokens / layout.context_degree
     attended = _attended(shape, settings, length_tokens, sequences=sequences, whole=whole)
@@ -355,8 +355,8 @@ def _micro_batch(
 def _attended(
     shape: ModelShape, settings: Settings, length_tokens: int, *, sequences: int, whole: int
 ) -> list[tuple[LayerKind, int, _Work]]:
-    """Return each kind of layer, its number, and one such layer's attention, forward and backward,
-    on all GPUs that share the sequences.
+    """Return each kind of layer, the number of such layers, and the attention of one such layer,
+    forward and backward, on all GPUs that share the sequences.
     """
     tokens = sequences * length_tokens
     of_pieces = tokens**2 / (pieces(tokens, "cuda") or 1) / 2
