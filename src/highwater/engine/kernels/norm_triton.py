@@ -52,13 +52,13 @@ def backward(
 
 
 def _tile(size: int) -> tuple[int, int]:
-    """Number of rows that a program computes at a time, and of a row's numbers, a power of two."""
+    """Number of rows that a program computes at once, and of elements of a row, a power of two."""
     numbers = triton.next_power_of_2(size)
     return max(1, _NUMBERS // numbers), numbers
 
 
 def _dense(rows_NE: Tensor) -> Tensor:
-    """Make each row's numbers contiguous; the rows themselves need not be."""
+    """Make each row's elements contiguous; the rows themselves need not be."""
     return rows_NE if rows_NE.stride(-1) == 1 else rows_NE.contiguous()
 
 

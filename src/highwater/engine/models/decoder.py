@@ -1,7 +1,7 @@
 """Decoders: a Hugging Face causal LM up to its last hidden states, then either statistics of
-tokens, or one number for each token.
+tokens, or one scalar for each token.
 
-Shapes:  T packed tokens  N trained tokens  P positions that get a number  E hidden size
+Shapes:  T packed tokens  N trained tokens  P positions with a scalar  E hidden size
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class MicroBatchStatistics(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A causal LM up to its last hidden states; subclasses add what follows."""
+    """A causal LM up to its last hidden states; subclasses add the output."""
 
     gives_scalars = False
     """True for a ScalarModel. Use this, not isinstance, which fails for FSDP1's wrapper."""
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
 
     @property
     def architecture(self) -> str:
-        """Name of the class of transformers that loads the saved model."""
+        """Name of the transformers class that loads the saved model."""
         return type(self.causal_lm).__name__
 
     @property

@@ -23,8 +23,8 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all over dimension 0, cut into equal parts, one for each rank.
 
-    Part i goes to rank i, and part i of the result came from rank i. Differentiable: the gradient
-    of a part goes back to where the part came from.
+    Part i is sent to rank i, and part i of the result is from rank i. Differentiable: the gradient
+    of a part is sent back to the rank that it came from.
     """
     return _Collective.apply(tensor, group, _all_to_all, _all_to_all)
 
@@ -70,8 +70,8 @@ def pass_on(
 def swap(
     sent: Tensor | None, received: Tensor | None, *, to: int, source: int, group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Start sending a contiguous tensor to one rank of a group and receiving one from another;
-    None: nothing is sent or received. Returns the transfers to wait for.
+    """Start sending a contiguous tensor to rank ``to`` of a group and receiving one from
+    ``source``; None: nothing is sent or received. Returns the transfers to wait for.
     """
     transfers: list[dist.P2POp] = []
     if sent is not None:

@@ -3,9 +3,9 @@
 FSDP2 copies a layer's reduced gradient into pinned memory, beside the computation, only if the
 parameter has no gradient yet; else it waits for the copy, into newly allocated memory, and the GPU
 stands still. So here no parameter has a gradient while a backward pass runs. Each gradient that
-FSDP2 leaves is taken away two layers later, when its copy is done, and added to a sum that is kept
-elsewhere until the pass ends: the same numbers, in the same order (docs/decisions/005). The pinned
-memory is PyTorch's: it holds a few layers' gradients, and at the end the embedding's and the head's
+FSDP2 leaves is removed two layers later, when its copy is done, and added to a separate sum until
+the pass ends: the same values, in the same order (docs/decisions/005). The pinned memory is
+PyTorch's: it holds a few layers' gradients, and at the end the embedding's and the head's
 (``model/footprint.py`` counts them).
 
 FSDP2's records of a parameter (its shard, and the event behind the copy) are private: read in torch
@@ -83,14 +83,14 @@ class HostGradients:
         self._add(until=0)
 
     def give_back(self) -> None:
-        """Make the sums the parameters' gradients again."""
+        """Set the parameters' gradients to the sums, after a backward pass."""
         self._pending.clear()
         for shard in self._all():
             shard.sharded_param.grad = self._sums.pop(shard, None)
         self._is_running = False
 
     def _listen(self, following: int, _module: nn.Module, _inputs: object, output: object) -> None:
-        """Hook the gradient of this layer's output: when it comes, the next layer's is reduced."""
+        """Hook the gradient of this layer's output: at that moment the next layer is reduced."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._after, following))
@@ -112,7 +112,7 @@ class HostGradients:
 
     @torch.no_grad()
     def _add(self, *, until: int) -> None:
-        """Add gradients to their sums, the oldest unit first, until ``until`` units are pending."""
+        """Add gradients to their sums, the oldest unit first, until ``until`` units remain."""
         while len(self._pending) > until:
             for shard, gradient, copied in self._pending.popleft():
                 if copied is not None:

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 class Stages:
-    """Takes readings of memory one after the other."""
+    """Measures the memory that libraries take, one stage after another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
