@@ -159,7 +159,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
                     yield name, mode
 
     def what(self, name: str) -> str:
-        """Description of an implementation as measured: its pattern, segments and rates."""
+        """Description of the measured implementation: its pattern, segments and rates."""
         own = IMPLEMENTATIONS[name]
         words = [own.what]
         if own.takes_pattern:
@@ -170,7 +170,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
         return "; ".join(words)
 
     def alone(self, name: str) -> str:
-        """The name of the attention on one GPU that an implementation is compared with."""
+        """Name of the implementation, on one GPU, that implementation ``name`` is compared with."""
         own = IMPLEMENTATIONS[name].alone or name
         return "block_sparse" if name in self.patterns and own != name else own
 
@@ -202,7 +202,7 @@ class BenchCheck(Record, frozen=True, kw_only=True):
 
 
 class Entry(NamedTuple):
-    """An attention, a use of GPUs and a direction: the subject of a line of the report."""
+    """An implementation, a mode and a direction: what one line of the report is about."""
 
     implementation: str
     mode: Mode
@@ -210,7 +210,7 @@ class Entry(NamedTuple):
 
 
 class OfEntry(Record, frozen=True, kw_only=True):
-    """Base of records about one entry."""
+    """Base of records about one implementation, mode and direction."""
 
     implementation: str
     mode: Mode
@@ -323,7 +323,7 @@ class BenchShare(Record, frozen=True, kw_only=True):
 
 
 class BenchPart(Record, frozen=True, kw_only=True):
-    """Report of one process of a group on its part: a result, or how else it ended."""
+    """Report of one process on its part of a case: a result, or the way it failed."""
 
     ending: PartEnding = "done"
     reason: str = ""

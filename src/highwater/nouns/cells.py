@@ -222,7 +222,7 @@ class _Degrees(NamedTuple):
         )
 
     def label_on(self, device: Device) -> str:
-        """``Ulysses 2, ring 3 on 6 GPUs``."""
+        """Text of a layout: ``Ulysses 2, ring 3 on 6 GPUs``."""
         # a valid layout, of as many GPUs as the degrees need, spells them
         gpus = self.ulysses * self.ring * self.copies
         whole = self._replace(gpus=gpus, machines=1).layout
@@ -231,7 +231,7 @@ class _Degrees(NamedTuple):
 
 
 class _Bounds(NamedTuple):
-    """Bounds of the layouts that can work, for any number of GPUs."""
+    """Limits within which layouts can work, for any number of GPUs."""
 
     shape: ModelShape
     device: Device
@@ -313,7 +313,7 @@ class _Bounds(NamedTuple):
 def _offers(
     refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
 ) -> str:
-    """Flags that work: of the layouts nearest to the refused, and of Ulysses degrees alone."""
+    """Flags that work: of the layouts nearest to the refused one, and of Ulysses alone."""
     beside = ""
     if all(next(bounds.layouts(gpus), None) is None for gpus in counts):
         # several machines need copies, which FSDP1 has not

@@ -272,7 +272,7 @@ def _counted(digits: str, text: str) -> int:
 
 
 def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
-    """The kind by the catalog's or a driver's name. UsageError: unknown, or of another memory."""
+    """The GPU kind by its catalog or driver name. UsageError: unknown, or of different memory."""
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     said = re.sub(r"[\s_-]+", " ", name.lower()).strip()
     found = kinds.get(name.lower()) or kind_of(name) or kind_by_number(name)
@@ -320,7 +320,7 @@ def _has(kind: GpuKind, size: int) -> bool:
 
 
 def _near(name: str) -> GpuKind | None:
-    """The kind that an unlisted name may mean: of the same number and nearly the same letters."""
+    """The kind that an unlisted name may mean: with the same number and almost the same letters."""
     typed = _numbered(name)
     if typed is None:
         return None
@@ -398,7 +398,7 @@ def _typed(gpus: int, kind: str | None, *, machines: int = 1) -> str:
 
 
 def _size(count: int) -> str:
-    """The size as one types it: ``60.5GiB``, or the bytes themselves."""
+    """Text of a size as a user types it: ``60.5GiB``, or the exact number of bytes."""
     spellings = (f"{count / GIB:.{digits}g}" for digits in (6, 15))
     exact = (
         f"{text}GiB"

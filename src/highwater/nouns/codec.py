@@ -100,8 +100,8 @@ same reason the default of a recorded field never changes."""
 
 def key_of(value: msgspec.Struct, *, without: tuple[str, ...], blank: tuple[str, ...] = ()) -> str:
     """The digest of a record: equal records, equal keys, on any machine and in any later version.
-    Fields named in ``without`` or ``blank``, of this record or of any within it, are no part of its
-    identity: keys never had the first, and have null for the second.
+    Fields named in ``without`` or ``blank``, of this record or of any within it, are not part of
+    its identity: the former are left out, the latter are null.
     """
     return digest(_identified(value, without, blank))
 

@@ -18,7 +18,7 @@ def host_memory_bytes() -> int:
 
 
 def kernel_kills(proc: Path = Path("/proc/self")) -> int:
-    """Processes of this group that the kernel killed for want of memory; 0 if none is counted."""
+    """Processes of this group that the kernel killed for lack of memory; 0 if it counts none."""
     for path in counters(proc):
         try:
             lines = path.read_text().splitlines()

@@ -38,7 +38,7 @@ def whole_paths(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 class CorpusOrder(Record, frozen=True, kw_only=True):
-    """A request to tokenise documents, with all that the tokens may depend on."""
+    """A request to tokenise documents, with every setting that the tokens may depend on."""
 
     data: tuple[str, ...]
     """Absolute paths: files of JSON lines, Parquet or text, their folders, or saved datasets."""

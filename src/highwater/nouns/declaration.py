@@ -267,7 +267,7 @@ class Spelling:
         return flag_of(setting) if self.is_typed else setting
 
     def refused(self, error: RefusedError) -> UsageError:
-        """The refusal in this spelling: it names the setting, as a typed flag does anyway."""
+        """Rewrite an error to name the setting in this spelling; typed flags are named anyway."""
         is_named = self.is_typed or error.problem.startswith(error.name)
         problem = error.problem if is_named else f"{error.name}: {error.problem}"
         hint = error.hint.replace("{}", self.setting(error.name, error.example))

@@ -1,4 +1,4 @@
-"""Requests for foreign trainers: what a request says of one, checked and made a ``ForeignTrainer``.
+"""Requests for foreign trainers: check a request's settings, and make a ``ForeignTrainer`` of them.
 
 The words of a command are split as a POSIX shell splits them, and no shell runs them. ``{length}``
 and the other ``PLACEHOLDERS`` stand for the trial's values; ``{{`` and ``}}`` are braces.
@@ -99,7 +99,7 @@ def filled_command(
 
 
 def _named(word: str, shown: str) -> Iterator[str]:
-    """The placeholders in a word; UsageError for other braces, which quotes it as ``shown``."""
+    """Yield the placeholders in a word; UsageError, which quotes ``shown``, for other braces."""
     try:
         for _, name, form, conversion in Formatter().parse(word):
             if name is None:
@@ -131,13 +131,13 @@ class LaunchedCommand(NamedTuple):
 
     @property
     def script(self) -> Path | None:
-        """The script; None where a module or a program is started, or a placeholder names it."""
+        """The script's path; None if a module or program is started, or a placeholder names it."""
         first = self.words[0]
         return None if first in _NO_SCRIPT or "{" in first else Path(first)
 
 
 def launched_command(words: tuple[str, ...]) -> LaunchedCommand:
-    """Take a command apart; UsageError for another launcher, accelerate's own flags, or nothing."""
+    """Split a command; UsageError for another launcher, accelerate's own flags, or no script."""
     program, rest = LAUNCHER, words
     if Path(words[0]).name == LAUNCHER:
         program, rest = words[0], words[1:]

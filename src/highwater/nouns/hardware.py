@@ -117,7 +117,7 @@ def gpu_catalog() -> tuple[GpuKind, ...]:
 
 @cache
 def kind_of(driver_name: str) -> GpuKind | None:
-    """The catalog's entry for a driver's device name such as ``NVIDIA H200``; None when unknown."""
+    """The catalog's entry for a driver's device name such as ``NVIDIA H200``; None if unknown."""
     words = driver_name.lower().replace("-", " ").split()
     matches = [kind for kind in gpu_catalog() if all(word in words for word in kind.match.split())]
     return max(matches, key=lambda kind: len(kind.match), default=None)

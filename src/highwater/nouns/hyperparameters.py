@@ -28,7 +28,7 @@ _ABOVE_1 = NumberRange("above 1, or 0 for none", lambda value: value == 0 or val
 
 
 class LossPart(NamedTuple):
-    """A part of a loss."""
+    """A part of an objective's loss, to which hyperparameters belong."""
 
     absent: str
     """Words for a loss without this part."""
@@ -154,7 +154,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         return tuple(words_of({name: getattr(self, name) for name in self._changed}))
 
     def refuse_unused(self, settings: Settings) -> None:
-        """Raise UsageError for a changed number in whose part the settings' loss has nothing."""
+        """Raise UsageError for a changed hyperparameter that the settings' loss does not use."""
         for name in self._changed:
             part = _ROWS[name].part
             if part is not None and not part.is_in(settings):

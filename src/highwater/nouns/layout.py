@@ -132,7 +132,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def of_one_machine(self) -> "Layout":
-        """The layout on each machine, before ``across``; this one where no machines were named."""
+        """The layout of one machine, before ``across``; this layout if no machines were named."""
         machines = self.machines or 1
         return self.replace(
             gpus=self.gpus // machines,

@@ -194,7 +194,7 @@ STREAMED_BUFFERS = 2
 
 
 class OptimizerTraits(NamedTuple):
-    """Memory and needs of an optimizer."""
+    """Memory and requirements of an optimizer."""
 
     words: str
     moment_bytes: int
@@ -322,7 +322,7 @@ def _a_and_b(every: Iterable[tuple[int, int, int]]) -> tuple[Matrices, ...]:
 
 
 def outer_adapter_matrices(shape: ModelShape, lora: Lora) -> tuple[Matrices, ...]:
-    """A and B of each adapter outside of a model's decoder layers."""
+    """A and B of each adapter outside the decoder layers."""
     is_target = lora.names is None or _OUTSIDE in lora.names
     projections = shape.layer_tables[1:] * is_target
     return _a_and_b((lora.rank, each.rows, each.row_size) for each in projections)

@@ -71,7 +71,7 @@ def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple
 
 
 def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple[str, ...]]:
-    """The longest length to try, and a note on why: native where nothing scales past it."""
+    """The longest length to try, and a note on it: the native one if positions do not scale."""
     native = model.shape.native_length_tokens
     longest, notes = request.max_tokens or LONGEST_TOKENS[device], ()
     if request.max_tokens is None and device == "cpu":

@@ -525,7 +525,7 @@ def request_from(
 
 
 def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
-    """Raise UsageError for an unknown name, for no model, and for two names of one thing."""
+    """Raise UsageError for an unknown name, a missing model, or two names of one setting."""
     where = spelling.where
     for name in values:
         if name not in DECLARED:
@@ -551,7 +551,7 @@ def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
 
 
 def _loosened(name: str, value: object) -> object:
-    """The value with a lone number as a list, or a text as its number: ``1e-6`` in YAML is text."""
+    """The value, a lone number as a list, a text as its number: ``1e-6`` in YAML is text."""
     if DECLARED[name].is_list and type(value) is int:
         return [value]
     if name == SETTING:
@@ -640,7 +640,7 @@ def trial_flags(
 
 
 def _check_texts(request: Request) -> None:
-    """Raise RefusedError for a text with a zero byte or half of a character: no system takes it."""
+    """Raise RefusedError for a text with a zero byte or a lone surrogate: no system accepts it."""
     for name in request.__struct_fields__:
         value = getattr(request, name)
         if isinstance(value, str) and (

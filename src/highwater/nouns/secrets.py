@@ -140,7 +140,7 @@ def _is_secret(name: str) -> bool:
 
 
 def kept(text: str, *, most: int = KEPT) -> str:
-    """Beginning and end of an exception's text, whole up to ``most``, and without secrets."""
+    """Start and end of an exception's text, all of it if below ``most``, without secrets."""
     if len(text) <= most:
         return without_secrets(text)
     head, tail = most * 3 // 4 - _MARK, most // 4 - _MARK  # no longer than what is kept as it is

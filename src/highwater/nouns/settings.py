@@ -92,7 +92,7 @@ class ActivationPlan(Record, frozen=True, kw_only=True):
 
 
 class Settings(DeclaredRecord, frozen=True, kw_only=True):
-    """Settings of a step: loss, allocator, offload and so on. A set that is tried is a rung."""
+    """Settings of a training step: loss, allocator, offload and so on; a rung of the ladder."""
 
     strategy: Strategy = setting(
         "fsdp2", "how parameters, gradients and optimizer states are sharded"
@@ -722,7 +722,7 @@ def settings_in_words(
 
 
 def _words(settings: Settings, where: int) -> dict[str, str]:
-    """Words for each setting, by name, that is no default and not in ``other_training``."""
+    """Words for each setting that is no default and not in ``other_training``, by name."""
     told: dict[str, str] = {}
     for row in _IN_A_LABEL:
         value = getattr(settings, row.sets)

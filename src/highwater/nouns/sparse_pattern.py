@@ -1,4 +1,4 @@
-"""Sparse patterns: which keys the tokens of a sequence keep, in blocks, and how large a share.
+"""Sparse patterns: which keys the tokens of a sequence keep, in blocks, and what share of them.
 
 Attention is causal: shares are of the pairs of a token and one that is not after it.
 
@@ -131,7 +131,7 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
         return self.replace(sparsity_ratio=self.ratio_at(length_tokens))
 
     def ratio_at(self, length_tokens: int) -> float:
-        """Share of the key blocks that a row of blocks keeps, in a pattern without a window."""
+        """Share of the key blocks that each row of blocks keeps, in a pattern without a window."""
         if self.sparsity_ratio == "adaptive":
             return next(
                 share for longest, share in ADAPTIVE if longest is None or length_tokens <= longest

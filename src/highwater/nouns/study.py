@@ -300,7 +300,7 @@ class Question(Record, frozen=True, kw_only=True):
 
 
 class MemoryOnlyFit(Record, frozen=True, kw_only=True):
-    """A length that a memory-only trial proved: memory holds it, and nobody trained it."""
+    """A length that a memory-only trial proved: it fits in memory, but was not trained."""
 
     length_tokens: int
     peak_reserved_bytes: int | None
@@ -338,7 +338,7 @@ class CellAnswer(Record, frozen=True, kw_only=True):
 
     @property
     def reach_tokens(self) -> int | None:
-        """Longest length that memory was seen to hold, by either proof."""
+        """Longest length that was seen to fit, in full or memory-only."""
         return self.capacity_tokens if self.memory_only is None else self.memory_only.length_tokens
 
     @property
@@ -393,7 +393,7 @@ class Past(Record, frozen=True, kw_only=True):
 
 
 class Expectation(Record, frozen=True, kw_only=True):
-    """A prediction of a cell before its first trial; one by trace or file also orders bisection."""
+    """A cell's prediction before its first trial; one by trace or file also orders bisection."""
 
     cell: Cell
     likely_tokens: int

@@ -104,7 +104,7 @@ PartT = TypeVar("PartT")
 
 
 class TrainerParts(Mapping[NameT, PartT]):
-    """A part of each trainer that has it, a constant of its module, by the trainer's name."""
+    """Mapping from trainers' names to one part of their modules, a constant, loaded on demand."""
 
     def __init__(
         self, names: Any, constant: str, of_another: Callable[[PartT, str], PartT] | None = None
@@ -135,7 +135,7 @@ class TrainerParts(Mapping[NameT, PartT]):
         return iter(self._names)
 
     def __len__(self) -> int:
-        """Number of the names."""
+        """Number of trainers with the part."""
         return len(self._names)
 
 
@@ -184,7 +184,7 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
 
 
 def _composed(traits: TrainerTraits, name: str) -> TrainerTraits:
-    """The traits of a trainer that composes another's step, made from the other's."""
+    """The traits of a trainer that runs another's step, derived from the other's."""
     row = REGISTRY[name]
     return traits.replace(
         step=f"{row.title}'s step, taken as {traits.step}",
@@ -222,7 +222,7 @@ def trainer_title(name: AnyTrainer | Target) -> str:
 
 
 def known_runs(name: str, own_trials: int = 0) -> str:
-    """Words on measured runs of a trainer that composes another's step, or on a user's trials."""
+    """Words on measured runs of a trainer that runs another's step, or on a user's trials."""
     if own_trials:
         return f"its interval is learned from {counted(own_trials, 'trial')} of yours"
     row = REGISTRY[name]
@@ -230,7 +230,7 @@ def known_runs(name: str, own_trials: int = 0) -> str:
 
 
 def predicted_as(name: str, own_trials: int = 0) -> str:
-    """``predicted``; of a step of another trainer, as whose, and with ``known_runs``."""
+    """``predicted``; for another trainer's step, also whose step it is, and ``known_runs``."""
     other = REGISTRY[name].trains_by
     if other is None:
         return "predicted"

@@ -83,7 +83,7 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
     """Name of the checkpoint to go on from, ``step-000100``; None: the latest."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for micro-batches of which ranks cannot have equally many."""
+        """Raise UsageError for micro-batches that cannot be divided evenly among ranks."""
         refuse_uneven(self.micro_batches, self.trial.layout.data_parallel_degree)
 
 

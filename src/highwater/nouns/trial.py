@@ -269,7 +269,7 @@ class AliveMemory(Record, frozen=True, kw_only=True):
 
     @property
     def fragmented_bytes(self) -> int | None:
-        """Bytes that the allocator had reserved and nobody used."""
+        """Bytes that the allocator had reserved but not allocated."""
         if self.reserved_bytes is None or self.allocated_bytes is None:
             return None
         return max(0, self.reserved_bytes - self.allocated_bytes)
@@ -409,7 +409,7 @@ def _headroom(rank: RankReport) -> int | None:
 
 
 def kept_result(result: TrialResult) -> TrialResult:
-    """A trial's result as it is shown and recorded: without secrets, long texts cut."""
+    """A trial's result for display and record: without secrets, long texts cut."""
     return result.replace(
         reason=kept(result.reason, most=REASON),
         ranks=tuple(kept_report(rank) for rank in result.ranks),
@@ -433,7 +433,7 @@ OnPhase = Callable[[str], None]
 
 
 def unheard(phase: str) -> None:
-    """Ignore a phase."""
+    """Ignore a phase: the default callback."""
 
 
 class Launch(Record, frozen=True, kw_only=True):
@@ -448,7 +448,7 @@ class Launch(Record, frozen=True, kw_only=True):
 
 
 class TrialEndedError(Exception):
-    """A trial was ended because nobody waits for it any more; it has no result."""
+    """A trial was ended because its result is no longer needed; it has none."""
 
 
 class Launcher(Protocol):
@@ -497,12 +497,12 @@ class Refused(Record, frozen=True, kw_only=True):
     """True if the machine is the reason (MachineError), and not the request (UsageError)."""
 
     def error(self) -> HighwaterError:
-        """The error that it was made from."""
+        """The HighwaterError that the refusal was made from."""
         return (MachineError if self.is_machine else UsageError)(self.problem, hint=self.hint)
 
 
 def refused(error: HighwaterError) -> Refused:
-    """The refusal that takes an error to another process."""
+    """The record that carries an error to another process."""
     is_machine = isinstance(error, MachineError)
     return Refused(problem=error.problem, hint=error.hint, is_machine=is_machine)
 
