@@ -36,7 +36,7 @@ NOT_MODELLED = (
 
 
 class MemoryLimit(Record, frozen=True, kw_only=True):
-    """The memory that training has, on each GPU and on the host."""
+    """The memory that a training may use, on each GPU and on the host."""
 
     device_bytes: int
     """Bytes of one GPU, as its driver reports it, less what is reserved for other programs."""
@@ -89,7 +89,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
 
     @property
     def likely_edge_tokens(self) -> int:
-        """``likely_tokens``; the capacity in files written without it."""
+        """``likely_tokens``; for files written without that field, the capacity."""
         return self.capacity_tokens if self.likely_tokens is None else self.likely_tokens
 
     @property

@@ -82,7 +82,7 @@ class FormulaPredictor:
         return self
 
     def start(self, room_bytes: int, likely_index: int | None) -> int | None:
-        """``likely_index`` as it is: a formula costs the same at any length."""
+        """Return ``likely_index``: a formula costs the same at any length."""
         del room_bytes
         return likely_index
 
@@ -119,7 +119,7 @@ Replay = Callable[[int, int | None], tuple[Replayed, int]]
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """Replays of a step, each made once: without blocks given back, larger rooms change nothing."""
+    """Cache of replays of a step. A replay with room to spare is also valid for more memory."""
 
     replay: Replay
     _made: dict[tuple[int, int | None], tuple[Replayed, int]] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class ReplayPredictor:
         return self.aim(longest(self.formula, room_bytes)) if likely_index is None else likely_index
 
     def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
-        """The peak of a replay in the room, near whose end an allocator keeps less than before."""
+        """The peak of a replay in ``room_bytes``; near its limit the allocator caches less."""
         footprint = self.formula.at(length_tokens).footprint
         if self.outside is not None:
             footprint = footprint.replace(outside=self.outside)

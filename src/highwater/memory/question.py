@@ -307,8 +307,8 @@ _GAIN = 1.2
 def with_frontier(
     question: Question, cells: Sequence[CellPrediction], *, is_one_length: bool
 ) -> tuple[CellPrediction, ...]:
-    """The cells, each with ``is_on_frontier``. A cell that trains no length is not, unless none
-    trains any; at one length, the memory that a cell leaves is compared, not its capacity.
+    """The cells, each with ``is_on_frontier``. A cell that trains no length is not on it, unless
+    none trains any; at one length, the memory that cells leave is compared, not capacity.
     """
     pool = [cell for cell in cells if cell.capacity_tokens] or list(cells)
     reach = attrgetter("headroom_bytes" if is_one_length else "reach_tokens")
@@ -322,7 +322,7 @@ def with_frontier(
 
 
 def _token_s(question: Question, cell: Cell) -> float:
-    """Seconds per token at the native length; an H200's for a kind of GPU with unknown rates."""
+    """Seconds per token at the native length; by an H200's rates if the GPU's are unknown."""
     name = question.device_name if rates_of(question.device_name) else MEASURED
     step = predicted_step(
         *(question.model.shape, cell.settings, cell.layout),

@@ -105,7 +105,7 @@ class _Row(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str, Cell]:
-        """Key of the row: its GPU, model and cell."""
+        """Key of the row: GPU, model and cell."""
         return self.device_name, self.model_name, self.cell
 
 

@@ -1,4 +1,4 @@
-"""How each trainer's memory is predicted: ``MEMORY`` of its module, and predictions from that."""
+"""Memory prediction by trainer: the constant ``MEMORY`` of each trainer's module, and its use."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ class BundledReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """How one trainer's memory is predicted."""
+    """Functions and data that predict one trainer's memory."""
 
     formula: Formula
     """The trainer's memory in closed form."""

@@ -82,7 +82,7 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def peak(self) -> Phase:
-        """The phase that needs the most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
     @property
@@ -127,7 +127,7 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def lacks_for_rollout_bytes(self) -> int:
-        """Bytes that a rollout engine lacks to hold one sequence; 0 without an engine."""
+        """Bytes that a rollout engine is short of to hold one sequence; 0 without an engine."""
         return 0 if self.rollout is None else self.rollout.lacks_bytes
 
     def with_libraries(self, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
@@ -162,7 +162,7 @@ class Footprint(Record, frozen=True, kw_only=True):
 
 
 def present(*terms: Term) -> tuple[Term, ...]:
-    """The terms that are not zero."""
+    """The terms with a nonzero size."""
     return tuple(term for term in terms if term.bytes)
 
 
@@ -226,7 +226,7 @@ class MachineConstants(Record, frozen=True, kw_only=True):
 
 
 def machine_constants(read: Sequence[Constants]) -> MachineConstants:
-    """The constants from readings: the first on one GPU, the others on several."""
+    """The constants from measured readings, of runs on one GPU and on several."""
     several = [each for each in read if each.gpus > 1]
     kept = {reading.name: reading.allocator_bytes for reading in read[0].readings}
     return MachineConstants(

@@ -413,7 +413,7 @@ def _reduction(step: Step, parameters: int) -> Term:
 
 
 def _reduced_element(step: Step) -> int:
-    """Bytes per number of gradients in reduction: float32, or bfloat16 if it stays on one GPU."""
+    """Bytes per element of gradients in reduction: float32, or bfloat16 if it stays on one GPU."""
     return 2 if step.settings.parameters == "bf16" and step.layout.gpus == 1 else 4
 
 

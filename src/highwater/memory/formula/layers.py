@@ -123,7 +123,7 @@ class Step:
         return own + self.adapter_parameters(kind)
 
     def uneven(self, kind: LayerKind) -> int:
-        """Numbers of padding that FSDP2 gathers and reduces with a layer whose rows are uneven."""
+        """Elements of padding that FSDP2 gathers and reduces with a layer whose rows are uneven."""
         if self.settings.strategy != "fsdp2":
             return 0
         return kind.beyond_even(self.layout.shard_degree)
@@ -157,12 +157,12 @@ class Layer:
 
     @property
     def query(self) -> int:
-        """Numbers of all query heads per token."""
+        """Elements of all query heads per token."""
         return self.kind.attention.query_size
 
     @property
     def key(self) -> int:
-        """Numbers of all key heads per token."""
+        """Elements of all key heads per token."""
         return self.kind.attention.key_size
 
     @property
@@ -661,7 +661,7 @@ def _attention_kept(layer: Layer) -> int:
 
 
 def _routing(layer: Layer) -> int:
-    """Bytes per token that routers keep: for all experts, again for a loss; for the chosen."""
+    """Bytes per token that routers keep: by experts, twice with a loss; and by chosen experts."""
     mlp = layer.kind.mlp
     if mlp.experts == 1:
         return 0

@@ -184,9 +184,9 @@ def products(
 
 
 def _group_products(attention: AttentionKind, tokens: int, degree: int) -> dict[str, int]:
-    """Products of sizes in a gated delta rule for a group of tokens, in numbers of one rank: g
-    tokens of a group, P numbers of a token's keys, one for each value head, s numbers of a state, N
-    groups, n chunks of a group; empty for other attention. ``tokens``: of the row of all ranks.
+    """Products of sizes in a gated delta rule for a group of tokens, in elements of one rank: g
+    tokens of a group, P of a token's keys, one for each value head, s of a state, N groups, n
+    chunks of a group; empty for other attention. ``tokens``: of the row of all ranks.
     """
     if attention.delta is None:
         return {}

@@ -41,7 +41,7 @@ of trials that agree to the byte say nothing about other machines."""
 
 
 class Factors(Record, frozen=True, kw_only=True):
-    """The ends of an interval, as multiples of the predicted bytes."""
+    """The ends of an interval, as factors of the predicted bytes."""
 
     allocator: Allocator
     coverage: float
@@ -69,7 +69,7 @@ class Interval(Record, frozen=True, kw_only=True):
 
 
 class Calibration(Record, frozen=True, kw_only=True):
-    """The trials that a prediction's intervals were learned from, and traits that none had."""
+    """The trials that an interval is learned from, and traits of the question that none has."""
 
     coverage: float
     factors: tuple[Factors, ...]
@@ -97,8 +97,8 @@ def calibrate(
     bundled: Sequence[Residual],
     own: Sequence[Residual] = (),
 ) -> Calibration:
-    """Learn the intervals of a question's predictions; each trial counts once, however often named.
-    For an allocator that no trial had all trials count, and it is listed in ``unlike``.
+    """Learn the intervals of a question's predictions; each trial counts once, even if named twice.
+    For an allocator without trials all trials count, and it is listed in ``unlike``.
     """
     known: dict[object, Residual] = {}
     for each in (*bundled, *own):
@@ -169,7 +169,7 @@ def factors_of(
 
 
 def least_residuals(coverage: float) -> int:
-    """The least number of residuals that give an end this coverage by counting alone."""
+    """The smallest number of residuals at which an end reaches this coverage without widening."""
     share = Fraction(str(coverage))
     return math.ceil(share / (1 - share))
 

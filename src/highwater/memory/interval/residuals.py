@@ -94,7 +94,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Trait(NamedTuple):
-    """One trait of a cell that residuals may depend on."""
+    """A property of a cell's settings or layout that residuals may depend on."""
 
     field: str
     """Name of the field of ``Residual``."""
@@ -320,7 +320,7 @@ def refuse_silent(study: Study, trainer: TrainerName = OURS) -> None:
 
 
 def tells_nothing(study: Study) -> UsageError:
-    """The error for a study without one residual."""
+    """The error for a study that gives no residual."""
     return unfit(study, "has no trial that says how much memory it used")
 
 

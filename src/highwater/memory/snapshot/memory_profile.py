@@ -36,7 +36,7 @@ class InCategory(Record, frozen=True, kw_only=True):
 
 
 class InPlace(Record, frozen=True, kw_only=True):
-    """Bytes and number of the allocations that one line of a program requested."""
+    """Bytes and number of the allocations requested by one line of a program."""
 
     place: str
     """The line, ``engine/models/loss.py:88 forward``; empty for allocations without a stack."""
@@ -80,7 +80,7 @@ class FlameBox(Record, frozen=True, kw_only=True):
 
 
 class MemoryProfile(Record, frozen=True, kw_only=True):
-    """The summary of one snapshot, for one device."""
+    """Summary of one memory snapshot, for one device."""
 
     path: str
     rank: int | None

@@ -366,7 +366,7 @@ def timeline(
 def _let_go(
     device: CachingAllocator, living: dict[int, tuple[int, dict[str, Any]]], number: int
 ) -> list[dict[str, Any]]:
-    """Entries for the end of allocations that were given back and that the allocator just freed."""
+    """Entries of the viewer for frees of given-back allocations that the allocator just made."""
     early = [name for name, (handle, _) in living.items() if not device.is_held(handle)]
     return [entry for name in early for entry in _freed(living.pop(name)[1], number)]
 
