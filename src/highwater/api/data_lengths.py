@@ -88,8 +88,8 @@ class DataLengths(Record, frozen=True, kw_only=True):
 
     @property
     def enough(self) -> KeptLength:
-        """The shortest length that keeps 95 % of the tokens; if it does not train, the longest that
-        does.
+        """The shortest length that keeps 95 % of the tokens, if it trains; else the longest that
+        trains.
         """
         found = next(each for each in self.lengths if each.kept_tokens >= 0.95 * self.tokens)
         trained = [each for each in self.lengths if each.trained]

@@ -94,7 +94,7 @@ def cheapest_gpus(
 
 
 def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
-    """Predictions for several numbers of a kind's GPUs, or for the number that the text has."""
+    """Predictions for 1, 2, 4, 8 GPUs of a kind and the fewest, or for the typed number."""
     if has_count(gpus):
         return [predict(model, gpus=gpus, **asked)]
     found: dict[int, Prediction] = {}
@@ -123,7 +123,7 @@ def _place(offer: Offer) -> tuple[float, ...]:
 
 
 def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
-    """The cheapest offer of a kind's predictions, each by the fastest cell that fits."""
+    """The cheapest offer of a kind: of each prediction its fastest cell that fits is priced."""
     offers: list[Offer] = []
     for each in tried:
         fitting = [cell for cell in each.cells if cell.capacity_tokens]

@@ -53,7 +53,7 @@ from highwater.trials.training_ranks import OnProgress, own_folder, run_ranks
 
 
 class PreparedTraining(Record, frozen=True, kw_only=True):
-    """A run before it starts."""
+    """A training that is checked and tokenised, before it starts."""
 
     spec: TrainingSpec
     predicted: CellPrediction
@@ -208,7 +208,7 @@ def _rows(asked: TrainingRequest) -> int | None:
 
 
 def _refuse_other_runs(request: Request) -> None:
-    """Raise UsageError for settings in a ``--config`` file that no training has."""
+    """Raise UsageError for settings in a ``--config`` file that do not apply to a training."""
     others = {"runner": request.on_ray, "dry_run": request.dry_run}
     for name, is_named in {"trainer": request.trainer != OURS, **others}.items():
         if is_named:
@@ -235,7 +235,7 @@ def _refuse_no_gpu(request: Request, machine: Machine, asked: TrainingRequest) -
 
 
 def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
-    """The request to tokenise a training's data."""
+    """The order to tokenise a training's data, for ``tokenised``."""
     directory = Path(trial.model_directory)
     has_tokenizer = not missing_files(directory).tokenizer
     if not has_tokenizer:
