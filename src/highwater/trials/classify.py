@@ -1,5 +1,4 @@
-"""Classify the outcome of a trial from all that it left: exit status, signals, the ranks' reports
-and, last, the log's text.
+"""Classify the outcome of a trial by exit status, signals, the ranks' reports and, last, the log.
 """
 
 import math
@@ -20,7 +19,7 @@ _ERROR_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt): .*$", re.M
 
 
 class Ending(Record, frozen=True, kw_only=True):
-    """The end of the processes of a trial."""
+    """How the processes of a trial ended: exits, reports and output."""
 
     exit_code: int | None
     """Exit status of the reaper; None if the trial was ended because its time was up."""
@@ -149,7 +148,7 @@ def _classify_reports(spec: TrialSpec, reports: Sequence[RankReport]) -> Verdict
 
 
 def _first(failures: dict[int, Failure]) -> tuple[int, Failure]:
-    """The earliest failure: later ones are often ranks that lost this peer."""
+    """The earliest failure: later ones are often of ranks that lost the failed one."""
     return min(failures.items(), key=lambda item: (item[1].at_unix_s or 0.0, item[0]))
 
 

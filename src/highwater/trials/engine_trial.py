@@ -244,7 +244,7 @@ def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
 
 
 def raise_refusal(reports: tuple[RankReport, ...]) -> None:
-    """Raise the first refusal that a worker reported: the user reads it, and it is no outcome."""
+    """Raise the first refusal that a worker reported: it is for the user, and no outcome."""
     for report in reports:
         failure = report.failure
         if failure is not None and failure.kind == "refused":

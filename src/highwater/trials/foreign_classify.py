@@ -105,7 +105,7 @@ class LoggedError(NamedTuple):
 
     @property
     def said(self) -> str:
-        """The error in a line."""
+        """The error as one line of text."""
         return f"{self.kind}: {self.text}".rstrip(": ")
 
 

@@ -77,7 +77,7 @@ then the rank that failed is known by its error."""
 
 
 class SampledPeak:
-    """Peaks that a thread has sampled of one trial so far."""
+    """Peaks of one trial's memory, sampled by a thread until now."""
 
     def __init__(self, reaper: int, gpus: Sequence[int]) -> None:
         """Watch the descendants of ``reaper`` (process id), and ``gpus``; (): only the CPU."""
@@ -94,11 +94,11 @@ class SampledPeak:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since a GPU of the trial last worked, or a process used 5 % of a core."""
+        """Seconds since a GPU of the trial was last busy, or a process used 5 % of a core."""
         return time.monotonic() - self._worked_at
 
     def has_lost_a_process(self, since: float) -> bool:
-        """True if a process went after ``since``, or shortly before, that had lived for long."""
+        """True if a long-lived process ended after ``since``, or shortly before."""
         return any(
             pid not in self._alive
             and last >= since - _AROUND_S
@@ -121,7 +121,7 @@ class SampledPeak:
         )
 
     def sample(self, handles: Sequence[object]) -> None:
-        """Take one sample."""
+        """Sample the memory of all processes and GPUs once."""
         import pynvml
 
         for position, handle in enumerate(handles):

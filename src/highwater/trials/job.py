@@ -154,7 +154,7 @@ def exit_code_of(
 
 
 def end_reaper(process: subprocess.Popen[bytes]) -> None:
-    """End the reaper and all under it at once. A second Ctrl-C is held back until nothing runs."""
+    """Kill the reaper and all its processes. A second Ctrl-C is delayed until all have ended."""
     process.send_signal(END_AT_ONCE)
     deadline = time.monotonic() + _END_S
     interrupt: KeyboardInterrupt | None = None

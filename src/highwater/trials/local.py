@@ -58,7 +58,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
 
     @abstractmethod
     def _launched(self, launch: Launch, place: OccupantT, on_phase: OnPhase) -> TrialResult:
-        """Run a trial to its end in its place, as ``Launcher.launch`` does."""
+        """Run a trial to its end on its place; see ``Launcher.launch``."""
 
     def has_room(self, spec: TrialSpec) -> bool:
         """True if a trial could start now; see ``Runner.has_room``."""
@@ -84,7 +84,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
             raise
 
     def close(self) -> None:
-        """End all trials. A Ctrl-C meanwhile is raised only after none runs any more."""
+        """End all trials. A Ctrl-C meanwhile is raised after all have ended."""
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
@@ -120,7 +120,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _LocalOccupant(Occupant):
-    """The part of this machine that a trial takes."""
+    """The GPUs of this machine that a trial uses, and whether it runs alone."""
 
     gpus: tuple[str, ...] | None
     host_bytes: int
@@ -222,7 +222,7 @@ def with_time_left(launch: Launch, began: float) -> Launch:
 
 
 def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs of the first one's kind: a trial on another kind would measure something else."""
+    """The GPUs of the same kind as the first: other kinds would give different results."""
     return tuple(
         gpu
         for gpu in gpus

@@ -176,7 +176,7 @@ def _measured(case: BenchRow, parts: Sequence[BenchPart]) -> BenchRow:
 
 
 def _worst(parts: Sequence[BenchPart]) -> BenchPart:
-    """The part that decides how a case ended: the first in ``PartEnding``'s order."""
+    """The part that decides how a case ended: the worst, by the order of ``PartEnding``."""
     order = get_args(PartEnding)
     return min(parts, key=lambda part: order.index(part.ending))
 

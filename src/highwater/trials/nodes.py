@@ -47,7 +47,7 @@ _ORDER = "node.json"
 
 
 class NodeOrder(Record, frozen=True, kw_only=True):
-    """Order for every machine: ranks to start, and how to be like the asking machine."""
+    """Order for every machine: ranks to start, and the GPUs and model that it must have."""
 
     trial: TrialSpec
     worker: tuple[str, ...]
@@ -76,7 +76,7 @@ class Across(Record, frozen=True, kw_only=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A warning if ranks meet at an open port, shown before anything else; else empty."""
+        """A warning if ranks connect through an open port; empty otherwise."""
         if self.rendezvous is not None:
             return ()
         return (
@@ -119,7 +119,7 @@ class Across(Record, frozen=True, kw_only=True):
 
 def across_nodes(request: Request) -> Across | None:
     """How a request's ranks are started on several machines; None for this machine alone. Raises
-    UsageError without a usable launcher, or if others can access the folder where ranks meet.
+    UsageError without a usable launcher, or if others can access the rendezvous folder.
     """
     example = f"srun --nodes {max(2, request.nodes)} --ntasks-per-node 1 --kill-on-bad-exit"
     if request.nodes == 1:
@@ -156,7 +156,7 @@ def across_nodes(request: Request) -> Across | None:
 
 
 def _refuse_shared(folder: Path, beside: Path) -> None:
-    """Raise UsageError if others can access ``folder``: they could join the ranks there."""
+    """Raise UsageError if others can access the rendezvous ``folder``: they could join."""
     problem = _not_private(folder)
     if problem is not None:
         names = (beside / f"rendezvous-{number}" for number in count(1))

@@ -181,7 +181,7 @@ class _RankOutput:
         self._kept = b""
 
     def copy(self, pipe: IO[bytes]) -> None:
-        """Copy until the pipe has no writer. A full disk must not stop the rank."""
+        """Copy until all writers of the pipe have closed it. A full disk must not stop the rank."""
         while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
             self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
             left = memoryview(chunk)

@@ -85,7 +85,7 @@ _CHUNK_BYTES = 4 * MIB
 
 
 class Needs(Record, frozen=True, kw_only=True):
-    """Needs of the trials of a search on each node."""
+    """What the trials of a search need on each node."""
 
     on_gpus: bool
     model: ModelFiles
@@ -117,7 +117,7 @@ class Node(Record, frozen=True, kw_only=True):
 
     @property
     def read(self) -> Machine:
-        """The machine of a node that was read."""
+        """The machine of a node that was readable."""
         assert self.machine is not None  # noqa: S101
         return self.machine
 
@@ -128,7 +128,7 @@ class Node(Record, frozen=True, kw_only=True):
         return "it has no GPU" if device == "cuda" else "Ray hands out no CPU there"
 
     def kind(self, device: Device) -> tuple[str, str]:
-        """GPU name and version of torch: nodes of one study have the same."""
+        """GPU name and torch version, which must be equal on all nodes of a study."""
         name = "" if device == "cpu" else self.read.gpus[0].name
         return name, self.read.versions.get("torch", "")
 
@@ -426,7 +426,7 @@ def loss_reason(error: BaseException) -> str:
 
 
 class TrialEnd(NamedTuple):
-    """How a trial ended on its node."""
+    """How a trial ended on its node: its result, refusal or traceback; and files beside its log."""
 
     left: TrialResult | Refused | str
     """Its result, its refusal, or the traceback of an error of ours."""
@@ -435,7 +435,7 @@ class TrialEnd(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A running trial's answer to ``tell``."""
+    """Answer of a running trial to ``tell``: phase, new log text and, at last, its end."""
 
     phase: str
     log: bytes

@@ -126,7 +126,7 @@ def cluster_at(address: str | None, needs: Needs) -> RayCluster:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Raise for an address that is malformed or where nobody listens: Ray would try for minutes."""
+    """Raise for a malformed address, or one without a server: Ray would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if "://" in address or not colon or not host or not port.isdecimal():
         raise UsageError(
@@ -389,7 +389,7 @@ def _read_nodes(address: str, needs: str) -> tuple[Node, ...]:
 
 
 def leave() -> None:
-    """Forget the nodes that a plan read for its answer."""
+    """Drop the nodes that a plan read for its request."""
     _read_nodes.cache_clear()
 
 

@@ -189,7 +189,7 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
 
 
 def _end_elsewhere(launcher: "subprocess.Popen[bytes]", within_s: float) -> None:
-    """Signal a launcher every second to end its processes: one signal would let them save."""
+    """Send a launcher SIGTERM every second until it ends: a single one would let ranks save."""
     deadline_s = time.monotonic() + within_s
     while launcher.poll() is None and time.monotonic() < deadline_s:
         launcher.terminate()

@@ -258,7 +258,7 @@ def private_folder(parent: Path | None = None, *, kind: str = "") -> Generator[P
 
 
 def _locked(folder: Path) -> int | None:
-    """Lock the folder until this process is gone; None if the file system has no locks."""
+    """Lock the folder for the life of this process; None if the file system has no locks."""
     unnamed = folder / f"{_LOCK}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
