@@ -60,7 +60,7 @@ class Bracket:
         self._undecided: set[int] = set()
 
     def ask(self) -> int | None:
-        """Return the index to try next; None if the outcomes already make an answer."""
+        """Return the index to try next; None if the outcomes already prove an answer."""
         if self.end == self.fits + 1:
             return self._least_packed if self._is_least_packed_open and not self._fit else None
         if self._is_scanning:
@@ -93,7 +93,7 @@ class Bracket:
 
     @property
     def is_proven(self) -> bool:
-        """True if neighbours were observed: ``fits`` fit, or is 0, and ``fits + 1`` did not."""
+        """True if the edge is proven: ``fits`` fit, or is 0, and ``fits + 1`` did not fit."""
         return self.does_not_fit == self.fits + 1
 
     def contradictions(

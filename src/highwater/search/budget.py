@@ -43,7 +43,7 @@ class CellOutlook:
 
     @property
     def expected_s(self) -> float | None:
-        """Seconds that the whole cell is expected to take; None if nobody can predict it."""
+        """Seconds that the whole cell is expected to take; None if that cannot be predicted."""
         return None if self.edge_s is None else self.edge_s + (self.full_s or 0.0)
 
 
@@ -54,7 +54,7 @@ def outlook(question: Question, timeout_s: float | None = None) -> tuple[CellOut
 
 
 def time_notes(question: Question, timeout_s: float) -> tuple[str, ...]:
-    """Return a note on the first length that fits in memory but whose full trial would be late."""
+    """Return a note on the first length that fits, but whose full trial would time out."""
     for cell in question.cells if question.proof == "full" else ():
         in_full = full_trials(question, cell, timeout_s)
         length_tokens = question.grid.length(first_index(question, cell, []) or 1)
@@ -107,7 +107,7 @@ def _of_cell(question: Question, cell: Cell, limit_s: float | None) -> CellOutlo
 
 
 def _fits(question: Question, cell: Cell, length_tokens: int) -> bool:
-    """True if a length is predicted to fit, or if the memory or the formula is unknown."""
+    """True if a length is predicted to fit, or if that cannot be predicted."""
     if question.memory_bytes is None:
         return True
     predictor = predictor_of(question, cell, question.memory_bytes)
@@ -183,7 +183,7 @@ class Budget:
         self._runner.close()
 
     def _limit_s(self, spec: TrialSpec) -> float:
-        """Seconds that a trial may take if the budget were unlimited."""
+        """Time limit of a trial in seconds if the budget were unlimited."""
         if self._same_timeout or not spec.is_memory_only:
             return self._timeout_s
         predicted_s = trial_s(self._question, spec)

@@ -74,7 +74,7 @@ class CellOutcomes:
         """Index at which every attempt crashed; None if there is none."""
 
     def take_in(self, asked: WantedTrial, result: TrialResult) -> None:
-        """Add the last result of a trial to the bracket and to the answer."""
+        """Add the final result of a trial to the bracket and to the answer."""
         index, fits = asked.index, self._question.counts_as_fit(result)
         is_late = result.outcome is Outcome.TIMEOUT
         if result.outcome is Outcome.FIT and fits:

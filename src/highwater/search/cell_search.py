@@ -30,7 +30,7 @@ _NEAR = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTrial:
-    """A trial that a search is about to start."""
+    """A trial that a search is about to launch."""
 
     cell: Cell
     spec: TrialSpec
@@ -113,7 +113,7 @@ class CellSearch:
         self._asked = None
 
     def give_up(self) -> None:
-        """End this search: its trial did not get enough time."""
+        """End this search: there is not enough time for its trial."""
         self._asked = None
         self.has_no_time = True
 

@@ -69,7 +69,7 @@ class Predictions(Record, frozen=True, kw_only=True):
 
 
 def predictions_of(study: Study) -> Predictions:
-    """Predict every trial and cell of a study by today's formula, or say why it cannot."""
+    """Predict every trial and cell of a study by today's formula, or give the reason why not."""
     question = study.question
     reason = obstacle(question)
     if reason is not None:
@@ -202,7 +202,7 @@ def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
 
 
 def _machine_of(question: Question) -> Machine:
-    """Return the study's machine as a plan needs it; its host memory is taken to be enough."""
+    """Return the study's machine for a plan; its host memory is assumed to suffice."""
     where = Cluster(
         gpus=max(cell.layout.gpus for cell in question.cells),
         device_name=question.device_name,

@@ -143,7 +143,7 @@ class _Search:
         return None
 
     def _move(self, search: CellSearch) -> Iterator[SearchEvent]:
-        """Close a finished search, or take its next trial: its recorded result, or a new start."""
+        """Advance a search: close it if finished, else record its next trial or start that."""
         asked = search.ask()
         if asked is None:
             self._open.remove(search)

@@ -234,7 +234,7 @@ Expected = Callable[[Cell], int | None]
 
 @contextmanager
 def predicted_start(request: Request, question: Question) -> Generator[Expected]:
-    """Context manager: give the prediction that the request names; on leaving end its traces."""
+    """Context manager: return the prediction that the request names; its traces end with it."""
     if request.prediction == "formula":
         yield lambda _: None
     elif request.prediction == "trace":

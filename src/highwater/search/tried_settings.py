@@ -74,7 +74,7 @@ def _predicted(request: Request, machine: Machine, gpus: int) -> Iterator[Predic
 def _memory(
     machine: Machine, gpus: int, memory_bytes: int | None, host_bytes: int | None
 ) -> tuple[Cluster, MemoryLimit]:
-    """So many GPUs of a machine, or of a dry run with a named memory; and the limit of each."""
+    """A cluster of ``gpus`` GPUs of a machine, or of a dry run's memory; and each GPU's limit."""
     here = machine.replace(gpus=machine.gpus[:gpus])
     named_bytes = None if machine.gpus else memory_bytes
     where = cluster(str(gpus), gpu_memory_bytes=named_bytes, machine=here)
