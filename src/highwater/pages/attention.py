@@ -136,7 +136,7 @@ def _answer(bench: AttentionBench, summary: AttentionSummary) -> str:
 
 
 def _held(each: LongestLength) -> str:
-    """``131,072``, ``≥ 131,072`` where nothing longer was tried, or ``-``."""
+    """Text of a longest length: ``131,072``, ``≥ 131,072`` if no longer one was tried, or ``-``."""
     is_least = each.why == "longest tried" and each.fits_tokens
     return f"{'≥ ' if is_least else ''}{format_tokens(each.fits_tokens)}"
 
@@ -183,7 +183,7 @@ def _heading(name: str) -> str:
 
 
 def per_gpu(sizes: Sequence[int]) -> str:
-    """One size if all GPUs print the same, else each GPU's, separated by slashes."""
+    """Text of sizes: one size if all GPUs' texts are equal, else all, separated by slashes."""
     told = list(map(format_bytes, sizes))
     return " / ".join(told[:1] if len(set(told)) == 1 else told)
 

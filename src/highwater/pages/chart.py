@@ -144,7 +144,7 @@ def bracket_chart(cell: CellReport, report: StudyReport) -> Chart | None:
 
 
 class MemoryRow(NamedTuple):
-    """One trial in a memory picture; its bars end at per cent of the picture's width."""
+    """One trial in a memory picture; bars end at per cent of the picture's width."""
 
     text: str
     allocated: float

@@ -408,7 +408,7 @@ class _Value(str):
 
 
 def _value(value: object) -> _Value:
-    """Encode a value for the page; a text becomes one line without folders."""
+    """Encode a value for the page; a text becomes one line without folder names."""
     if isinstance(value, str):
         value = plain_lines(without_folders(value))
     return _Value(_json(value))

@@ -179,7 +179,7 @@ def _drawn(guide: Guide, places: Sequence[ChooserPlace], form: Literal["html", "
 
 
 def _opening(places: Sequence[ChooserPlace]) -> str:
-    """Answer that the chooser shows first; empty without a chooser."""
+    """The answer that the chooser shows first; empty if there is no chooser."""
     if not places:
         return ""
     place = next((each for each in places if each.longest_tokens is not None), places[0])

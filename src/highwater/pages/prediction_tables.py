@@ -262,7 +262,7 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
 
 
 def _tokens(length_tokens: int, native: int) -> str:
-    """A length, and its multiple of the native length if it is longer."""
+    """Text of a length, and its multiple of the native length if it is longer."""
     times = f" ({length_tokens / native:.3g} x native {format_tokens(native)})"
     return f"{format_tokens(length_tokens)} tokens{times * (length_tokens > native)}"
 
@@ -379,7 +379,7 @@ def _lacking(prediction: Prediction) -> str:
 
 
 def _lacking_bytes(predicted: CellPrediction) -> int:
-    """Bytes of a GPU that a cell lacks, by its headroom if it is from an older file."""
+    """Bytes of a GPU that a cell lacks; from its headroom if an older file has no such field."""
     lacks_bytes = predicted.lacks_bytes
     return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
 
@@ -747,7 +747,7 @@ def data_answer(found: "DataLengths") -> str:
 
 
 def _of(kept: "KeptLength", found: "DataLengths") -> str:
-    """Share of the tokens that a length keeps; ``all`` only if nothing is cut."""
+    """Text of the share of tokens that a length keeps; ``all`` only if no document is cut."""
     is_all = kept.kept_tokens == found.tokens
     return "all" if is_all else f"{min(0.999, kept.kept_tokens / found.tokens):.1%}"
 

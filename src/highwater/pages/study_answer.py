@@ -137,7 +137,7 @@ def _how(question: Question, cell: Cell, length_tokens: int) -> str:
 
 
 def _is_scaled(question: Question, length_tokens: int) -> bool:
-    """True if this engine scales positions at that length; another trainer does as it likes."""
+    """True if this engine scales positions at that length; other trainers decide by themselves."""
     return question.foreign is None and length_tokens > question.model.shape.native_length_tokens
 
 

@@ -46,7 +46,7 @@ class Command(Record, frozen=True, kw_only=True):
 
 
 def commands(study: Study) -> tuple[Command, ...]:
-    """Commands: the study as it was typed, its search in a new study, and trials of its edges."""
+    """Commands of a study: its own as typed, its search in a new study, trials of its edges."""
     found: list[Command] = []
     if study.command:
         rest = "shows its answers again" if study.complete else "answers the rest"
@@ -93,7 +93,7 @@ def resumed(study: Study) -> tuple[str, ...]:
 
 
 def _with_its_proof(question: Question, typed: tuple[str, ...]) -> tuple[str, ...]:
-    """Add the flag for proof in full to old commands, whose searches all proved in full."""
+    """Add the flag for full proof to old commands, which always proved in full."""
     is_named = any(flag_value(flag, typed) for flag in (_PROOF_FLAG, _TIMEOUT_FLAG))
     in_full = question.proof == "full" and question.device == "cuda" and not question.simulated
     return (*typed, _PROOF_FLAG, "full") if in_full and not is_named else typed
@@ -325,7 +325,7 @@ def sizes_of(alive: AliveMemory) -> dict[Category, int]:
 
 
 def alive_rows(result: TrialResult, layout: Layout) -> Mapping[str, str]:
-    """Allocated memory of each rank that ran out, by the rank's name in the mesh."""
+    """Allocated memory of each rank that ran out, by the rank's coordinates in the mesh."""
     rows: dict[str, str] = {}
     for rank in result.ranks:
         alive = None if rank.failure is None else rank.failure.alive

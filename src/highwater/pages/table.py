@@ -220,7 +220,7 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 def _drawn(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
-    """Draw in the form with the fewest lines; broken names count as somewhat more lines."""
+    """Draw in the form with the fewest lines; folded names count as extra lines."""
     whole = [_whole_width(column) for column in columns]
     for gap in _GAPS:
         if sum(whole) + len(gap) * (len(whole) - 1) <= width:
@@ -269,7 +269,7 @@ def _narrowest_by_height(column: _DrawnColumn) -> list[int]:
 
 
 def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
-    """Move columns that all rows share into a line: ``in every row: GPUs 4; by predicted``."""
+    """Move columns equal in all rows into a line: ``in every row: GPUs 4; by predicted``."""
     cells = list(zip(*table.rows, strict=True))
     shared = [index for index in range(1, len(cells)) if len(set(cells[index])) == 1]
     if not shared or len(table.rows) <= 1:
