@@ -148,7 +148,7 @@ _SOURCED = {
 
 
 def completion(arguments: argparse.Namespace) -> int:
-    """Print the script of a shell; the next command tries it at once."""
+    """Print the completion script of a shell; a note shows how to try it."""
     console.answer_exactly(script(arguments.shell).rstrip("\n"))
     console.next_command(
         f"{_SOURCED[arguments.shell]}  (completes here; `--help` says where to keep it)"

@@ -276,7 +276,7 @@ def with_memory(words: Sequence[str], request: Request, budget_bytes: int | None
 
 
 def _after_try(command: Sequence[str]) -> str:
-    """The search with the flags of a trial; after a memory-only trial with ``--proof memory``."""
+    """A ``find`` command with the flags of a trial; after a memory-only trial with its proof."""
     words = iter(command)
     kept: list[str] = []
     for word in words:

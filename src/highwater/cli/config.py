@@ -41,7 +41,7 @@ def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
 
 
 def to_yaml(request: Request) -> str:
-    """The configuration that asks the same, with every setting that its trainer takes."""
+    """YAML configuration of a request, with every setting that its trainer takes."""
     settings = {name: value for name, value in to_builtins(request).items() if value is not None}
     foreign = foreign_name(request.trainer)
     if foreign is not None:

@@ -65,7 +65,7 @@ class Diagnosis(Record, frozen=True, kw_only=True):
 
     @property
     def is_sound(self) -> bool:
-        """True if a trial can run, or one only predicts: torch and transformers are missing."""
+        """True if a trial can run, or if only predictions are possible: torch is not installed."""
         return self.can_run or not {"torch", "transformers"} & self.machine.versions.keys()
 
 

@@ -150,7 +150,7 @@ _GUIDED = ("gpu_memory", "sequences_per_micro_batch", "ulysses", "ring", "copies
 
 
 def guide(arguments: argparse.Namespace) -> int:
-    """Print the guide, or write it and print how far each model gets."""
+    """Print the guide, or write it to a file and print the longest length of each model."""
     for flag in (arguments.predict, arguments.cluster):
         # `--gpus KIND FILE`: argparse gives both to the flag
         arguments.sources += [word for word in flag if word.endswith(_FILES)]

@@ -484,7 +484,7 @@ _AGAIN = {
 def words_again(
     arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str
 ) -> list[str]:
-    """The flags of a prediction or recommendation once more, without ``drop``, with ``changed``."""
+    """The typed flags of a prediction or recommendation, without ``drop``, with ``changed``."""
     named = {name: getattr(arguments, field, None) for name, field in _AGAIN.items()}
     typed = {name: value for name, value in named.items() if value not in (0, "0", OURS, [])}
     typed |= {name: v for name, v in typed_values(arguments).items() if name != "model"}

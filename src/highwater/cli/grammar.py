@@ -191,7 +191,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Print the help, all of it or a section, and end the program."""
+    """Argparse action that prints the help, all of it or a section, and exits."""
 
     def __call__(
         self,
@@ -208,10 +208,10 @@ class _Help(argparse.Action):
 
 
 class _Line(argparse.Action):
-    """A line of a help that is no argument."""
+    """A line of the help that is not an argument."""
 
     def __call__(self, *_: object, **__: object) -> None:
-        """Nothing is parsed."""
+        """Do nothing: such a line is never parsed."""
 
 
 def parse_strictly(

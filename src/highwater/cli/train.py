@@ -1,4 +1,4 @@
-"""``highwater train``: train on a user's data with settings that were found; saves a model."""
+"""``highwater train``: train on a user's data with a search's settings; saves a model."""
 
 import argparse
 import json
