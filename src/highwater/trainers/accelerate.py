@@ -123,7 +123,7 @@ def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
 
 
 def padded_to(layout: Layout, sharing: SequenceSharing) -> int:
-    """Tokens to whose multiple a row is padded: each rank of a ring holds two chunks of a row."""
+    """Padding of a row: a multiple of these tokens; each rank of a ring holds two chunks."""
     return layout.context_degree * (2 if sharing == "ring" else 1)
 
 

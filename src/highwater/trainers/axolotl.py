@@ -227,7 +227,7 @@ class _Axolotl(Finetuner):
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """FSDP's section merged with the user's, with one recomputation; on the CPU no FSDP."""
+        """FSDP's section merged with the user's, with only one recomputation; none on the CPU."""
         recomputes = of_recomputation(launched, base)
         if launched.is_on_cpu:
             own = dict.fromkeys(("fsdp_version", "fsdp_config", *_MESH))

@@ -319,7 +319,7 @@ def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
 
 
 def to_replace(*names: str, settings: Settings) -> str:
-    """Line of a comment with fields that the user fills in, accumulation only if it is used."""
+    """Comment line naming the fields to fill in; gradient accumulation only if it is used."""
     steps = ("gradient_accumulation_steps",) if settings.accumulates else ()
     return f"yours to replace: {', '.join((*names, *steps))}"
 
@@ -380,7 +380,7 @@ def unpredicted(
 
 
 def _bought(found: Recommendation, chosen: Candidate) -> list[str]:
-    """Sentence on the memory that a chunked loss saves; empty if whole logits are not predicted."""
+    """Sentence on the memory that a chunked loss saves; empty if full logits are not predicted."""
     cell = chosen.cell.changed(loss="full")
     whole = next((each for each in found.candidates if each.cell == cell != chosen.cell), None)
     if whole is None or whole.headroom_bytes is None or chosen.headroom_bytes is None:
@@ -488,7 +488,7 @@ def unfused(cell: Cell, why: str) -> tuple[str, ...]:
 
 
 def whole_logits_bytes(chosen: Candidate, shape: ModelShape | None) -> int | None:
-    """Bytes of a micro-batch's whole logits on one GPU; None without a shape or without logits."""
+    """Bytes of a micro-batch's full logits on one GPU; None without a shape or without logits."""
     if shape is None or chosen.cell.settings.traits.gives_scalars:
         return None
     return _ELEMENT_BYTES * shape.vocab_size * chosen.token_budget_tokens
@@ -506,6 +506,6 @@ def bytes_with_logits(found: Recommendation, chosen: Candidate, logits_bytes: in
 
 
 def exceeds(found: Recommendation, chosen: Candidate, logits_bytes: int) -> bool:
-    """True if whole logits do not fit into a GPU together with the rest of the predicted step."""
+    """True if full logits do not fit on a GPU with the rest of the predicted step."""
     room_bytes = found.device_bytes - found.reserved_bytes
     return bytes_with_logits(found, chosen, logits_bytes) > room_bytes

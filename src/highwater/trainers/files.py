@@ -221,7 +221,7 @@ class Finetuner(ABC):
 
     @abstractmethod
     def fuses(self, training: FineTuning) -> bool:
-        """True if the trainer's loss never holds whole logits."""
+        """True if the trainer's loss never holds all logits at once."""
 
     def why_unfused(self, layout: Layout) -> str:  # noqa: ARG002
         """Reason why the loss is not fused, for a training where it is not."""
@@ -233,7 +233,7 @@ class Finetuner(ABC):
 
     @abstractmethod
     def said(self, training: FineTuning) -> list[str]:
-        """Lines of a comment: facts that a reader has to know, and things to do."""
+        """Comment lines for the user: facts to know, and steps to do."""
 
     @abstractmethod
     def values(self, training: FineTuning) -> dict[str, Value]:
@@ -259,7 +259,7 @@ class Finetuner(ABC):
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """The files from the merged fields, with fields that exclude each other settled."""
+        """The files made of the merged fields, after resolving fields that exclude each other."""
 
     @abstractmethod
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
@@ -341,7 +341,7 @@ def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:
 
 
 def _named(trainer: Finetuner, launched: FinetunerTrial) -> list[str]:
-    """The fields of the settings that the user named, as far as recorded."""
+    """Names of the emitted fields for settings that the user named, as far as recorded."""
     named = launched.spec.settings.named
     return [each for name, fields in trainer.by_setting.items() if name in named for each in fields]
 
@@ -355,7 +355,7 @@ def _is_one(name: str, patterns: Iterable[str]) -> bool:
 
 
 def trial_start(trainer: Finetuner) -> TrialStart:
-    """The way that trials of a trainer start."""
+    """How trials of a trainer are started."""
     return TrialStart(partial(_prepare, trainer), partial(check_finetuner, trainer))
 
 

@@ -53,7 +53,7 @@ HasFlash = Callable[[str], bool]
 
 
 class TrialHome(NamedTuple):
-    """The folder and the functions that a launcher gives to the preparation of a trial."""
+    """The folder of a trial, and functions that its launcher provides to the preparation."""
 
     folder: Path
     """The trial's own folder, deleted after it; empty but for ``output``."""
@@ -64,7 +64,7 @@ class TrialHome(NamedTuple):
 
 
 class TrialStart(NamedTuple):
-    """The way that trials of one trainer start."""
+    """How trials of one trainer are checked, prepared and started."""
 
     prepare: Callable[[TrialSpec, ForeignTrainer, TrialHome], ForeignCommand]
     """Makes the command of a trial. Raises HighwaterError for settings that it cannot express."""

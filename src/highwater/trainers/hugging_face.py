@@ -86,7 +86,7 @@ def _learned() -> Mapping[str, Mapping[str, Moments]]:
 
 
 def _moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments | None:
-    """The moments learned for a family and this kind of training; None without any."""
+    """The moments learned for a family and this kind of training; None if none were."""
     family = _ALIKE.get(shape.model_type, shape.model_type)
     variant = _variant(settings, shards)
     own = _learned().get(variant, {}).get(family)
@@ -212,7 +212,7 @@ def _cached_bytes(step: Step) -> int:
 
 
 def _gradients(step: Step) -> int:
-    """Bytes of a GPU's share of the gradients, in the parameters' dtype."""
+    """Bytes of one GPU's shard of the gradients, in the parameters' dtype."""
     shards = step.layout.shard_degree
     return gradient_bytes(step.shape, step.settings, shards=shards) // shards
 
@@ -264,8 +264,8 @@ def _by_fsdp(step: Step) -> _SharedStates:
 
 
 def _by_zero(step: Step) -> _SharedStates:
-    """States shared by DeepSpeed's ZeRO-2, with whole parameters, or ZeRO-3, which fetches them;
-    with offload, the optimizer, or also the parameters, are in host memory.
+    """States sharded by DeepSpeed's ZeRO-2, with unsharded parameters, or ZeRO-3, which gathers
+    them; with offload, the optimizer, or also the parameters, are in host memory.
     """
     shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
     kind, is_cut = shape.runs[0].kind, settings.deepspeed.startswith("zero3")

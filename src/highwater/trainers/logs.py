@@ -334,7 +334,7 @@ def _usual(lines: Sequence[LogLine], steps: int) -> Iterator[_Mark]:
 
 
 def _is_elsewhere(text: str, at: int) -> bool:
-    """True if the text of a line before index ``at`` shows that it is not about training now."""
+    """True if the line's text before index ``at`` shows that it is not about training steps."""
     before = _LOGGER.sub("", _FIELD.sub("", text[:at]))
     return bool(
         _BEFORE_A_STEP.fullmatch(before) is None

@@ -194,7 +194,7 @@ class _MsSwift(Finetuner):
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """The files with FSDP2's, and one recomputation; on the CPU one process without FSDP."""
+        """The files, with one for FSDP2, and only one recomputation; on the CPU without FSDP."""
         recomputes = of_recomputation(launched, base)
         left = (*ALLOCATOR_VARIABLES, *_OF_A_LAUNCH)
         theirs = mapping_in(base.config, _VARIABLES)

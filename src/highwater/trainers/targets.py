@@ -53,7 +53,7 @@ class Emit(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmitTarget:
-    """One trainer that a configuration is emitted for."""
+    """A trainer for which configurations are emitted."""
 
     file: str
     """Name of the configuration's file, which the start command contains."""
@@ -312,7 +312,7 @@ def _remove(made: Sequence[Path]) -> None:
 
 
 def _holds(path: Path, text: str) -> bool:
-    """True if a file has this very content."""
+    """True if a file has exactly this content."""
     try:
         return read_file(path, most_bytes=SETTINGS_BYTES) == text.encode()
     except OSError:

@@ -121,7 +121,7 @@ _CHUNK_TOKENS = 256, 2048
 
 
 def _chunks(chosen: Candidate) -> int | None:
-    """Fewest equal chunks of a GPU's part of a sequence; None for a whole loss, or if none fits."""
+    """Fewest equal chunks of a GPU's part of a sequence; None for full logits, or if none fits."""
     sequences = chosen.cell.settings.sequences_per_micro_batch
     fewest_tokens, most_tokens = _CHUNK_TOKENS
     share_tokens = chosen.token_budget_tokens // sequences

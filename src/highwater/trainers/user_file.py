@@ -59,7 +59,7 @@ class FileWords(Record, frozen=True, kw_only=True):
 
 
 class _AllWords(Record, frozen=True, kw_only=True):
-    """Meanings of the fields in users' files (``user_file.json``)."""
+    """Meanings of fields in users' files, from ``user_file.json``."""
 
     trainers: dict[TrainerName, FileWords]
     refused: tuple[str, ...]

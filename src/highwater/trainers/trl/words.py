@@ -192,7 +192,7 @@ def _about_rollout(found: Recommendation) -> list[str]:
 
 
 def _inexpressible(training: FineTuning) -> tuple[str, ...]:
-    """Parts of the settings that TRL cannot express, or expresses otherwise."""
+    """Settings that TRL cannot express, or expresses differently."""
     settings, sharing = training.cell.settings, training.sharing
     command = COMMANDS[settings.objective]
     said: list[str] = []
@@ -216,7 +216,7 @@ def _inexpressible(training: FineTuning) -> tuple[str, ...]:
 
 
 def trl_values(training: FineTuning) -> dict[str, Value]:
-    """TRL's settings by name: all that decide memory, without the data."""
+    """TRL's settings by name: all that affect memory, without the data."""
     settings, layout = training.cell.settings, training.cell.layout
     sharing, model_path = training.sharing, training.model_path
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
