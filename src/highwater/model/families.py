@@ -257,7 +257,7 @@ class LogitTransform:
 
     @property
     def is_plain(self) -> bool:
-        """True if the softmax takes the head's product as it is."""
+        """True if logits are neither scaled nor capped."""
         return self == PLAIN
 
 

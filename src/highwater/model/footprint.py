@@ -228,9 +228,9 @@ if attention is not recomputed."""
 def kept_by_recompute(
     kind: LayerKind, shape: ModelShape, settings: Settings, *, element: int
 ) -> int:
-    """Bytes per token that a recomputed layer keeps for its backward pass; ``element``: bytes of a
-    number. Its input and, unless recomputed too, its attention's output, with the log-sum-exp in
-    float32, or a delta rule's states.
+    """Bytes per token that a recomputed layer keeps for its backward pass; ``element``: bytes of an
+    element. These are its input and, unless recomputed too, its attention's output, with the
+    log-sum-exp in float32, or a delta rule's states.
     """
     attention = kind.attention
     kept = element * kind.hidden_size

@@ -83,12 +83,12 @@ class AttentionKind(Record, frozen=True, kw_only=True):
 
     @property
     def query_size(self) -> int:
-        """Numbers of all query heads, per token; of all value heads with a delta rule."""
+        """Elements of all query heads, per token; of all value heads with a delta rule."""
         return self.query_heads * self.head_dim
 
     @property
     def key_size(self) -> int:
-        """Numbers of all key heads, per token; without a delta rule, also of all value heads."""
+        """Elements of all key heads, per token; without a delta rule, also of all value heads."""
         return self.kv_heads * (self.head_dim if self.delta is None else self.delta.key_head_dim)
 
     @property
@@ -99,7 +99,7 @@ class AttentionKind(Record, frozen=True, kw_only=True):
 
     @property
     def matrices(self) -> tuple[tuple[int, bool], ...]:
-        """Projections from or to the hidden size: the other size, and True if that is the input."""
+        """Projections from or to the hidden size: the other size, and True if it is the input."""
         query, key, delta = self.query_size, self.key_size, self.delta
         if delta is None:
             into = ((query * (1 + self.is_gated), False), (key, False), (key, False))

@@ -197,7 +197,7 @@ def _runs_by_sizes(shape: ModelShape) -> tuple[LayerRun, ...]:
 
 
 class Model(Record, frozen=True, kw_only=True):
-    """A model that can be trained: its name, its directory and its shape."""
+    """A model that can be trained: name, directory, shape, config digest."""
 
     name: str
     """Name in tables and log paths: last part of the path or of the Hub's id, or the catalog's."""

@@ -303,7 +303,7 @@ def refuse_dropout(config: dict[str, Any], source: str) -> None:
 
 
 class Mixture(NamedTuple):
-    """Widths and numbers of MLPs and experts; 1 expert for a model without."""
+    """Widths and numbers of MLPs and experts; one expert for a model without experts."""
 
     width: int
     """Width of one expert."""
@@ -360,7 +360,7 @@ class ConfigSizes(NamedTuple):
         return AttentionKind(query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim)
 
     def mixture(self) -> Mixture:
-        """MLPs and experts, by the fields of the config or the defaults of its class."""
+        """Widths and numbers of MLPs and experts, from the config or the defaults of its class."""
         row = family_row(self.config["model_type"])
         width = self.optional_size(row.width_field)
         width = dense_width = width or 4 * self.size("hidden_size")
@@ -535,7 +535,7 @@ class ConfigSizes(NamedTuple):
         return self._count((field, value_of({"model_type": self.config["model_type"]}, field) or 0))
 
     def _class_size(self, field: str) -> int:
-        """The value of a size that has a default in the class."""
+        """The value of a config field for a size that has a default in the class."""
         return whole_number(value_of(self.config, field), field, self.source)
 
     def score_cap(self) -> float | None:

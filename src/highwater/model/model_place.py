@@ -50,7 +50,7 @@ class CatalogModel(Record, frozen=True, kw_only=True):
 
     @property
     def directory(self) -> Path:
-        """Directory that holds its ``config.json``."""
+        """Directory in the package with the model's ``config.json``."""
         return Path(__file__).parent / "catalog" / "models" / self.name
 
     @property
@@ -240,7 +240,7 @@ _LIST = "`highwater models` lists the catalog"
 
 
 class ModelPlace(NamedTuple):
-    """Place of a model, found by its name."""
+    """Where a model was found by its name: directory, Hub id or catalog entry."""
 
     directory: Path
     """Absolute directory that holds the ``config.json``."""

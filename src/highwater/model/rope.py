@@ -62,7 +62,7 @@ def ends_at_native(model: Model, rope: Rope) -> bool:
 
 
 class Yarn(Record, frozen=True, kw_only=True):
-    """The YaRN that a config needs for its positions to reach a length."""
+    """YaRN's parameters with which a model's positions reach a length."""
 
     factor: float
     """Length over native length."""

@@ -312,7 +312,7 @@ def _quantised_tensor(files: tuple[tuple[Path, int, int], ...], *, is_mxfp4: boo
 
 @lru_cache(maxsize=16)
 def _same_bytes(one: SavedTensor, other: SavedTensor, _: tuple[tuple[Path, int, int], ...]) -> bool:
-    """True if two tensors of one shape and dtype have the same bytes; cached by file versions."""
+    """True if two tensors of equal shape and dtype have equal bytes; cached by file versions."""
     with open_regular(one.file) as first, open_regular(other.file) as second:
         for offset in range(0, one.end - one.begin, _COMPARED_BYTES):
             length = min(_COMPARED_BYTES, one.end - one.begin - offset)
