@@ -52,11 +52,11 @@ class Kept:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is kept."""
+        """True if no group of tensors is left."""
         return not self._groups
 
     def take(self) -> Sequence[Any]:
-        """Return the oldest group, and keep it no longer."""
+        """Return the oldest group of tensors, and remove it."""
         return self._groups.popleft()
 
 
@@ -125,7 +125,7 @@ class HostActivations:
             return checkpoint(layer, *arguments, **how, **keywords)
 
     def _begin(self, *, is_first: bool, is_on_host: bool) -> "_KeptOnHost":
-        """Begin a layer's forward pass; copies of the layer before have left the device by now."""
+        """Begin a layer's forward pass; the previous layer's copies have left the device by now."""
         self._release()
         while is_first and self._waiting:  # left by a pass whose backward pass never came
             self._waiting.pop().forget(self.memory)
@@ -146,7 +146,7 @@ class HostActivations:
             torch.cuda.current_stream().wait_event(came)
 
     def _release(self) -> None:
-        """Free tensors whose copies the computation waits for from now on."""
+        """Free device tensors whose copies the compute stream waits for from now on."""
         if self._leaving and self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._leaving.clear()
@@ -173,7 +173,7 @@ class HostActivations:
 
 
 class _KeptOnHost(Kept):
-    """Tensors that one layer keeps, in host memory if it has a ``host``."""
+    """Tensors that one layer keeps: in host memory if it is given ``host``, else on the device."""
 
     def __init__(self, host: HostActivations | None) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class _KeptOnHost(Kept):
             )
 
     def forget(self, memory: "PinnedPlaces") -> None:
-        """Free the host memory of tensors that will never be fetched."""
+        """Free the host memory of tensors that will never be fetched, without a backward pass."""
         for each in (each for group in self._groups for each in group):
             if isinstance(each, _OnHost):
                 memory.give(each.place)
@@ -222,7 +222,7 @@ class _Pinned:
 
 
 class _OnHost(NamedTuple):
-    """A tensor in host memory."""
+    """A tensor copied to host memory, with its shape, strides, dtype and device."""
 
     place: _Pinned
     dtype: torch.dtype
@@ -232,7 +232,7 @@ class _OnHost(NamedTuple):
 
 
 class PinnedPlaces:
-    """Pieces of host memory, mapped when first needed and reused from then on."""
+    """Pool of pinned host memory blocks, mapped on first use and then reused."""
 
     def __init__(self, device: torch.device, *, budget_bytes: int) -> None:
         self._device = device

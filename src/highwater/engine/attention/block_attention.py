@@ -171,7 +171,7 @@ class WindowedBlock(NamedTuple):
 
 
 class VariedBlock(NamedTuple):
-    """Attention of each document's last queries over all its keys, in one flash call.
+    """Attention of each document's last queries over all its keys, in one call of flash attention.
 
     Shapes:  q queries of all documents  k keys of all documents  n documents
     """
@@ -312,14 +312,14 @@ def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class KeptByLayer(Protocol):
-    """Tensors that a layer keeps for its backward pass (engine/activations/host)."""
+    """Tensors that a layer keeps for its backward pass; see engine/activations/host."""
 
     def keep(self, tensors: Sequence[Any]) -> None:
         """Keep one group of tensors for the backward pass."""
         ...
 
     def take(self) -> Sequence[Any]:
-        """Return the oldest group, and keep it no longer."""
+        """Return the oldest group of tensors, and remove it."""
         ...
 
 
@@ -331,7 +331,7 @@ _KEPT: ContextVar[Keeping | None] = ContextVar("kept in recompute", default=None
 
 
 def attended(attend: Callable[[], Attended]) -> Attended:
-    """Return the result of ``attend``; in a recomputation the one kept from the forward pass."""
+    """Return the result of ``attend``; in a recomputation that kept from the forward pass."""
     kept = _KEPT.get()
     return attend() if kept is None else kept(attend)
 

@@ -41,7 +41,7 @@ than taking the quadratic path."""
 @lru_cache(maxsize=16)
 @torch.inference_mode(mode=False)
 def block_mask(table: BlockTable) -> BlockMask:
-    """Return FlexAttention's mask for a table; cached, because every layer asks again."""
+    """Return FlexAttention's mask for a table; cached, because every layer calls this."""
     assert table.tables == 1, "one table for all heads"
     length = table.length_tokens
     keys = length if table.keys_below is None else min(length, table.keys_below)

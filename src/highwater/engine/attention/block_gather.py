@@ -98,7 +98,7 @@ def _of_one_length(
     scaling: float,
     attend_table: AttendTable,
 ) -> tuple[Tensor, Tensor, int]:
-    """Attend within documents of one length: output, log-sum-exp, and number of kept pairs."""
+    """Attend within documents of one length; returns output, log-sum-exp, number of kept pairs."""
     batch, kv_heads = key_BKSD.shape[:2]
     query_NGSD = query_BHSD.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     key_NSD, value_NSD = key_BKSD.flatten(0, 1), value_BKSD.flatten(0, 1)

@@ -60,7 +60,7 @@ class BranchHeads(NamedTuple):
         return own_BhTX.unflatten(1, (len(self.read_n), -1)).flatten(0, 1)
 
     def ungrouped(self, tensor_NGTX: Tensor, batch: int) -> Tensor:
-        """Undo ``grouped``, without adding the other heads; BhTX."""
+        """Put grouped heads, NGTX, back side by side as the branch's heads; BhTX."""
         return tensor_NGTX.unflatten(0, (batch, -1)).flatten(1, 2)
 
     def sent(self, tensor_BKTD: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class BranchHeads(NamedTuple):
         return tensor_BKTD if self.are_all else tensor_BKTD[:, self.sent_k]
 
     def read(self, tensor_BkTD: Tensor) -> Tensor:
-        """Return the keys or values that each group reads; NTD."""
+        """Return keys or values by group of query heads, repeated where groups share; NTD."""
         return (tensor_BkTD if self.are_all else tensor_BkTD[:, self.read_n]).flatten(0, 1)
 
     def add_read_(self, sum_BkTD: Tensor, gradients_NTD: Tensor) -> None:
@@ -107,7 +107,7 @@ class Sharing:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """This rank's number in the group; 0 without a group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
@@ -139,7 +139,7 @@ class _Step(NamedTuple):
 
 
 class _Ring:
-    """One branch on this rank, and its exchanges with other ranks."""
+    """One branch of attention on this rank, and its exchanges of keys with other ranks."""
 
     def __init__(self, branch: Branch, sharing: Sharing, own: Sequence[Tensor]) -> None:
         self.sharing, self.branch = sharing, branch
@@ -270,7 +270,7 @@ def _present(sharing: Sharing, query_BHTD: Tensor) -> Iterator[Branch]:
 
 
 def _forward(sharing: Sharing, own: Sequence[Tensor], wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Attention output over all branches, BHTD, and log-sum-exps, BHT; both wide."""
+    """Attention output over all branches, BHTD, and log-sum-exps, BHT; in float32 or wider."""
     query_BHTD = own[0]
     output_BHTD = torch.zeros_like(query_BHTD, dtype=wide)
     log_sums_BHT1 = torch.full_like(query_BHTD[..., :1], -torch.inf, dtype=wide)
@@ -340,7 +340,7 @@ def _merge_(output_XD: Tensor, log_sums_X: Tensor, found_XD: Tensor, its_sums_X:
 def _backward(
     sharing: Sharing, own: Sequence[Tensor], for_queries: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of queries, keys and values over all branches, wide."""
+    """Return gradients of queries, keys and values over all branches, in float32 or wider."""
     upstream_BHTD, of_log_sums_BHT, output_BHTD, log_sums_BHT = for_queries
     wide = log_sums_BHT.dtype
     above_BHT = of_log_sums_BHT - (upstream_BHTD.to(wide) * output_BHTD).sum(-1)

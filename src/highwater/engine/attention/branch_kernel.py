@@ -60,7 +60,7 @@ def proof_of_branches(
     *,
     is_causal: bool,
 ) -> str | None:
-    """Run the proof, return its flaw or None; cached, because every layer of a model asks again."""
+    """Return why FlexAttention fails the proof, or None; cached, as every layer calls this."""
     return flaw(partial(branch_deviations, sizes, branches, pattern, is_causal=is_causal), sizes)
 
 

@@ -29,7 +29,7 @@ _DENSE_BLOCK = 128
 
 
 class Branch(NamedTuple):
-    """Rows of one segment length, rate and offset, for every ``rate``-th head from ``offset``."""
+    """Rows of tokens with one segment length, rate and offset, for every ``rate``-th head."""
 
     segment: int | None = None
     """Tokens of a segment; None: whole documents."""
@@ -38,7 +38,7 @@ class Branch(NamedTuple):
 
     @property
     def heads(self) -> slice:
-        """Query heads that use this branch."""
+        """Slice of the query heads that use this branch."""
         return slice(self.offset, None, self.rate)
 
     def row_lengths(self, document_lengths: Sequence[int]) -> Integers:
@@ -79,7 +79,7 @@ def dilated_branches(
 
 
 class _Held(NamedTuple):
-    """Tiles of a branch that one rank holds, and the block (over all rows) that each is part of."""
+    """Tiles of a branch that one rank holds, and the block of each tile, counted over all rows."""
 
     tiles: Tiles
     blocks_R: Integers

@@ -40,13 +40,13 @@ class Segments(NamedTuple):
     """Tokens of a segment that attend."""
 
     def of(self, tensor_BHSn: Tensor) -> Tensor:
-        """View the part of a tensor that attends: BnHl and the remaining dimensions."""
+        """View the tokens and heads of a tensor that attend: BnHl, then further dimensions."""
         stop = self.start + self.segments * self.length
         row = tensor_BHSn[:, self.heads, self.start : stop]
         return row.unflatten(2, (self.segments, self.length)).transpose(1, 2)[..., self.tokens, :]
 
     def sums_of(self, tensor_BHS: Tensor) -> Tensor:
-        """View the part that attends of a tensor with one number for each token; BnHl."""
+        """View the tokens and heads of BHS sums, one value for each token, that attend; BnHl."""
         return self.of(tensor_BHS[..., None])[..., 0]
 
 

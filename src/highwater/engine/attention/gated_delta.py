@@ -95,7 +95,7 @@ DeltaPass = Literal["forward", "backward", "forward across", "backward across"]
 
 
 class DeltaPlan(NamedTuple):
-    """The inputs of a pass other than its tensors."""
+    """Everything that a pass needs besides tensors: documents, heads, slice."""
 
     heads: DeltaHeads
     documents_S: Tensor
@@ -118,7 +118,7 @@ class DeltaPlan(NamedTuple):
 
 
 class _GatedDelta(torch.autograd.Function):
-    """Autograd function over all groups."""
+    """Autograd function over all groups of chunks."""
 
     @staticmethod
     def forward(ctx: Any, plan: DeltaPlan, *tensors: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def _with_leads(plan: DeltaPlan, of_qkv_SC: Tensor, taps: int) -> Tensor:
 
 
 def _crossed(plan: DeltaPlan, tensors: Sequence[Tensor], zero_HDV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the state A that the slice adds, HDV, and the matrix M that moves a state, HDD."""
+    """Return the state A that a slice adds, HDV, and its matrix M from old to new state, HDD."""
     sizes = zero_HDV.shape[2], plan.heads.key_size
     unit_DD = torch.eye(sizes[1], dtype=zero_HDV.dtype, device=zero_HDV.device)
     both_HDX = torch.cat((zero_HDV, unit_DD.expand(len(zero_HDV), -1, -1)), dim=-1)
@@ -221,7 +221,7 @@ def _carried(
 def _state_gradient(
     plan: DeltaPlan, place: slice, inputs: Sequence[Tensor], gradients: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Compute a group again, and return only the gradient of the state before it."""
+    """Recompute a group, and return only the gradient of the state before it."""
     state_HDV = inputs[-1].detach().requires_grad_()
     with torch.enable_grad():
         found = _of_group(plan, place, (*inputs[:-1], state_HDV))

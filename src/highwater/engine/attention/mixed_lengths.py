@@ -54,7 +54,7 @@ class SharedCall(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """Start and stop in the row of all keys."""
+        """Start and stop, in the row, of the keys of all documents in the call."""
         return self.keys[0][0], self.keys[-1][1]
 
 

@@ -39,7 +39,7 @@ Shares = Literal["contiguous", "zigzag"]
 
 
 class _AttentionModule(nn.Module):
-    """Common part of the modules: the scale, and checks of arguments."""
+    """Base of the attention modules: the scale, and checks of arguments."""
 
     def __init__(
         self,

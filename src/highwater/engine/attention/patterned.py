@@ -187,7 +187,7 @@ def _forward(
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
-    """Join the runs' parts, dXlD or dXl, to one row: BXSD, each token's heads together, or BXS."""
+    """Concatenate the runs' parts, dXlD or dXl, to one row: BXSD, dense by tokens, or BXS."""
     if parts[0].ndim == 3:
         rows_XS = [part.transpose(0, 1).flatten(1) for part in parts]
         return (rows_XS[0] if len(rows_XS) == 1 else torch.cat(rows_XS, dim=1))[None]

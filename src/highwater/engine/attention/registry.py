@@ -96,7 +96,7 @@ def attend_sparsely(
 
 
 def _refuse(reason: str | None) -> None:
-    """Raise MachineError: gathered keys would not take the predicted memory and time."""
+    """Raise MachineError for ``reason``: gathered keys would take more memory and time."""
     if reason is not None:
         raise MachineError(
             f"{reason}; block-sparse attention on GPUs is FlexAttention's",

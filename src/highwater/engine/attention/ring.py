@@ -154,7 +154,7 @@ class Run(NamedTuple):
         """Do nothing: ``of`` returns views of the tensor."""
 
     def of(self, tensor_BXSn: Tensor, tokens: slice) -> Tensor:
-        """View the queries or the keys that take part, dXl and the remaining dimensions."""
+        """View a tensor's queries or keys of this pairing: dXl, then further dimensions."""
         row_XSn = tensor_BXSn[0, :, self.start : self.stop]
         documents_dXln = row_XSn.unflatten(1, (self.documents, -1)).transpose(0, 1)
         return documents_dXln[:, :, tokens]
@@ -220,7 +220,7 @@ class VariedRun(NamedTuple):
 def _tokens_of_chunks(
     start: int, lengths: tuple[int, ...], chunk: int, device: torch.device
 ) -> Tensor:
-    """Places in the row of the first (0) or second (1) chunk of each document."""
+    """Indices in the row of the first (0) or second (1) chunk of each document."""
     borders = pairwise(accumulate(lengths, initial=start))
     halves = [
         (first + chunk * ((last - first) // 2), (last - first) // 2) for first, last in borders

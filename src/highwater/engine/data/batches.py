@@ -31,7 +31,7 @@ UNTRAINED = -100
 
 
 class Document(NamedTuple):
-    """One sequence, with what objectives need besides its tokens."""
+    """One document, with the values that objectives need besides its tokens."""
 
     ids_L: Tensor
     labels_L: Tensor
@@ -46,7 +46,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One micro-batch of one rank."""
+    """One micro-batch of one rank: packed documents, their labels, positions and rewards."""
 
     input_ids_T: Tensor
     position_ids_T: Tensor
@@ -126,7 +126,7 @@ def shard(batch: Batch, layout: SequenceLayout, *, rank: int) -> Batch:
 
 
 def digest(micro_batches: Sequence[Batch]) -> Tensor:
-    """Return a 64-bit digest of all that the micro-batches hold, shape (1,), to compare ranks."""
+    """Return a 64-bit digest of the micro-batches' content, shape (1,), to compare ranks."""
     found = hashlib.sha256()
     for batch in micro_batches:
         for field in fields(batch):

@@ -291,7 +291,7 @@ class ChatTemplate:
 
     @contextmanager
     def _limited(self, record: str) -> Generator[None]:
-        """Context manager: end the block once its record has used ``LIMIT_S`` of processor time."""
+        """Context manager: end the block once its record took ``LIMIT_S`` of processor time."""
         if record != self._record:
             self._record, self._left_s = record, LIMIT_S
 
@@ -358,8 +358,8 @@ def _not_found(
 
 
 def _ways(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield the conversation in the forms that templates may want: arguments of tools as an object
-    or as JSON text, and messages that call tools without content, with empty content, or null.
+    """Yield the conversation in forms that templates may need: arguments of tools as an object or
+    as JSON text, and messages that call tools without content, with empty content, or null.
     """
 
     def called(message: Message, as_text: bool, content: Message) -> Message:

@@ -66,7 +66,7 @@ _COLUMNS_DROPPED: Mapping[DataKind, str] = {
 
 
 class DataFile(NamedTuple):
-    """One file of records, or a saved folder."""
+    """One file of records, or a folder that ``datasets`` saved."""
 
     path: Path
     name: str
@@ -135,7 +135,7 @@ class DataFile(NamedTuple):
 
 
 class DataFiles(NamedTuple):
-    """All files of a corpus."""
+    """All files of a corpus, and the names of text files beside records that are left out."""
 
     files: tuple[DataFile, ...]
     left_out: tuple[str, ...]

@@ -61,8 +61,8 @@ def said_of(record: DataRecord, name: str, value: Any = None) -> Said:
 
 
 def prompt_of(record: DataRecord) -> Said | None:
-    """Return a record's prompt: the text of ``prompt`` if the record has nothing else of a
-    conversation, or messages, with system, history and other questions; None without a prompt.
+    """Return a record's prompt: the text of ``prompt`` if the record has no other part of a
+    conversation; else messages, with system, history and other questions. None without a prompt.
     """
     name = record.first("prompt") or record.first(*_QUESTIONS, "input")
     if name is None:

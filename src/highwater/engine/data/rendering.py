@@ -69,14 +69,14 @@ class Rendering:
     """Tokenises records into documents, with one tokenizer."""
 
     def __init__(self, tokens: TextTokens, *, vocab_size: int) -> None:
-        """``vocab_size``: the model knows the ids below this."""
+        """``vocab_size``: ids at or above it raise errors."""
         self.tokens, self.vocab_size = tokens, vocab_size
 
     def document(
         self, record: DataRecord, parts: Sequence[tuple[str, bool]], *, starts: bool, ends: bool
     ) -> TokenDocument:
-        """Tokenise ``parts``, each a text and whether it is trained, into one document; ``starts``
-        and ``ends`` add the tokenizer's start and end tokens. UsageError for ids past the model's.
+        """Tokenise ``parts``, each a text and True if trained, into one document; ``starts`` and
+        ``ends`` add the tokenizer's start and end tokens. UsageError for ids past the vocabulary.
         """
         encoded = encode_parts(self.tokens, [text for text, _ in parts], name=record.name)
         pieces = [(ids, trained) for ids, (_, trained) in zip(encoded.ids, parts, strict=True)]
@@ -281,7 +281,7 @@ def rollouts(
 
 
 def _has_several(record: DataRecord) -> bool:
-    """True if a record has lists, with all responses to its prompt."""
+    """True if a record has lists with an item for each response to its prompt."""
     ids = record.fields.get("response_ids")
     is_nested = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     return is_nested or record.first(*_SEVERAL) is not None
@@ -439,6 +439,6 @@ _PAIR_EXAMPLE = '`{"prompt": "...", "chosen": "...", "rejected": "..."}`'
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the common beginning of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -263,7 +263,7 @@ def fill_steps(units: Units, *, row_tokens: int, rows: int, seed: int, epoch: in
 
 
 class _Packing(NamedTuple):
-    """Documents in the rows of one step."""
+    """Documents packed into the rows of one step, with the room left in each row."""
 
     rows: list[list[Measured]]
     rooms: list[tuple[int, int]]
@@ -328,7 +328,7 @@ class _OpenStep:
         return left
 
     def final_rows(self) -> list[list[Measured]]:
-        """Return the documents of each row, none empty and, as ranks wait, about equally long."""
+        """Return each row's documents; no row is empty, and all are about equally long."""
         rows = self._packing.rows
         balanced: list[list[Measured]] = [[] for _ in rows]
         loads = [(0, at) for at in range(len(rows))]

@@ -222,7 +222,7 @@ def open_corpus(directory: str | Path) -> OpenCorpus:
 
 @contextmanager
 def disk_errors(directory: Path) -> Generator[None]:
-    """Context manager: turn an OSError of the block into a MachineError that names the folder."""
+    """Context manager: turn an OSError into a MachineError that names the folder."""
     try:
         yield
     except OSError as error:

@@ -105,7 +105,7 @@ TextTokens = Bytes | Tokenizer
 
 
 class Parts(NamedTuple):
-    """Tokens of a text that has parts."""
+    """Token ids of a text made of several parts."""
 
     ids: tuple[list[int], ...]
     """Token ids of each part."""

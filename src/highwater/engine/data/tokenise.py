@@ -361,7 +361,7 @@ def rendered(
 
 
 class _Rendered(NamedTuple):
-    """Dataset for a DataLoader, whose indices are the records themselves."""
+    """Dataset for a DataLoader; the records themselves are its indices."""
 
     render: Render
 

@@ -24,7 +24,7 @@ _triton = partial(triton_twin, __name__)
 
 class RowNorm(torch.autograd.Function):
     """Autograd function of ``normed`` and ``backward``, for ``x``, weight and epsilon. It keeps the
-    input and one number a row for the backward pass, not the output.
+    input and one value per row for the backward pass, not the output.
     """
 
     @staticmethod

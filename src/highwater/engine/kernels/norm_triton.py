@@ -14,7 +14,7 @@ _WARPS = 8
 
 
 def normed(x_NE: Tensor, weight_E: Tensor, eps: float, out_NE: Tensor, scales_N1: Tensor) -> None:
-    """Fill the last two arguments, as ``norm.normed`` does."""
+    """Write results to the last two arguments; see ``norm.normed``."""
     count, size = x_NE.shape
     rows, numbers = _tile(size)
     if count:
@@ -36,7 +36,7 @@ def backward(
     x_gradient_NE: Tensor,
     sums_PE: Tensor,
 ) -> None:
-    """Fill the last two arguments: the gradient of ``x``, and partial sums of the weight's."""
+    """Write to the last two arguments: the gradient of ``x``, and partial sums of the weight's."""
     count, size = x_NE.shape
     rows, numbers = _tile(size)
     gradient_NE, x_NE = _dense(gradient_NE), _dense(x_NE)

@@ -39,7 +39,7 @@ class RowStatistics(NamedTuple):
 def statistics(
     logits_NV: Tensor, labels_N: Tensor, transform: LogitTransform = PLAIN
 ) -> RowStatistics:
-    """Compute the statistics of every row, its logits transformed.
+    """Compute the statistics of every row of logits, scaled and capped by ``transform``.
 
     A logit of minus infinity has probability 0 and adds nothing, unless it is capped.
     """
@@ -107,14 +107,14 @@ def transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
 
 
 def _tanh_slope(logits: Tensor, transform: LogitTransform) -> Tensor:
-    """``1 - tanh(x)^2`` of scaled logits over the cap, exact far beyond the cap too."""
+    """``1 - tanh(x)^2`` for x = scaled logits over the cap, exact even far beyond the cap."""
     assert transform.soft_cap is not None
     powers = (logits * (transform.scale / transform.soft_cap)).abs_().mul_(-2).exp_()
     return powers.mul(4).div_(powers.add_(1).square_())
 
 
 def _finite(log_p: Tensor, p: Tensor) -> Tensor:
-    """Set ``log p`` to 0 where ``p`` is 0, in place: it then adds 0 to a sum, not NaN."""
+    """Set ``log p`` to 0 where ``p`` is 0, in place: a sum of products then adds 0, not NaN."""
     return log_p.masked_fill_(p == 0, 0.0)
 
 

@@ -79,7 +79,7 @@ def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) 
 
 
 def _linear_names(causal_lm: PreTrainedModel) -> list[str]:
-    """Return the last parts of names that only linear layers have, and not the head, sorted."""
+    """Return the last parts of names that only linear layers have, except the head, sorted."""
     head = causal_lm.get_output_embeddings()
     named: dict[str, list[nn.Module]] = {}
     for name, module in causal_lm.named_modules():

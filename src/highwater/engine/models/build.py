@@ -1,4 +1,4 @@
-"""Build any decoder-only causal LM of Hugging Face: on meta, sharded, filled shard by shard."""
+"""Build any decoder-only causal LM of Hugging Face on meta, shard it, and fill its shards."""
 
 import copy
 import inspect
@@ -144,7 +144,7 @@ def build(
 def build_on_meta(
     config: PreTrainedConfig, *, attention: Attention, loss: Loss | None, master_dtype: torch.dtype
 ) -> Decoder:
-    """Return the model without storage, with parameters in ``master_dtype`` (not the config's)."""
+    """Return the model on meta, with parameters in ``master_dtype`` (not the config's dtype)."""
     # None means one grouped product over all experts if PyTorch has it, in the dtype of the
     # gathered weights; it does not support float64.
     experts = "eager" if master_dtype == torch.float64 else None
@@ -177,7 +177,7 @@ def build_on_meta(
 
 
 def drop_storage(causal_lm: PreTrainedModel) -> None:
-    """Move tensors that the family's class made elsewhere to meta: Fill gives all values."""
+    """Move tensors that the family's class allocated to meta; Fill computes all values."""
     for module in causal_lm.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_meta:

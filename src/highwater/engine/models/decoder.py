@@ -161,7 +161,7 @@ class LanguageModel(Decoder):
 
 
 class ScalarModel(Decoder):
-    """A causal LM with one number per token instead of logits: a critic or reward model."""
+    """A causal LM with one scalar per token instead of logits: a critic or reward model."""
 
     gives_scalars = True
 
@@ -188,7 +188,7 @@ class ScalarModel(Decoder):
 
     @property
     def head(self) -> nn.Linear:
-        """Projection to one number."""
+        """Projection from the hidden state to one scalar."""
         return self.score
 
     def forward(
@@ -198,7 +198,7 @@ class ScalarModel(Decoder):
         positions_P: Tensor,
         document_lengths: Sequence[int],
     ) -> Tensor:
-        """Number at each of ``positions_P``; shape P, float32 or wider."""
+        """Scalar at each of ``positions_P``; shape P, float32 or wider."""
         hidden_TE = self.hidden_states(input_ids_T, position_ids_T, document_lengths)
         hidden_PE = hidden_TE.index_select(0, positions_P)
         del hidden_TE

@@ -73,7 +73,7 @@ _LEFT_IN_FILES = (r"rotary_emb\.inv_freq$",)
 
 
 class Fill:
-    """Gives values to a model that was built on meta, by each parameter's name in files."""
+    """Initialises a model that was built on meta, by each parameter's name in files."""
 
     def __init__(
         self, model: Decoder, saved: weights.SavedWeights | None, *, device: torch.device, seed: int
@@ -103,7 +103,7 @@ class Fill:
         self._fill(list(model.modules()))
 
     def finish(self) -> None:
-        """Check that every parameter has been given its values."""
+        """Check that every parameter has been filled."""
         assert not self._missing, f"never filled: {sorted(self._missing)}"
 
     def _fill(self, modules: Sequence[nn.Module]) -> None:
@@ -184,7 +184,7 @@ def _check_files(
 
 
 def _other_names(model: Decoder, saved: weights.SavedWeights) -> dict[str, str]:
-    """Map the embedding's name to the head's, if files have a tied weight only as the head's."""
+    """Map the embedding's name to the head's if files have a tied weight only under the latter."""
     tied = [
         name_in_files(name)
         for name, p in model.named_parameters(remove_duplicate=False)

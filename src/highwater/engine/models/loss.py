@@ -43,7 +43,7 @@ class LogitRange:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all logits."""
+        """Drop all logits seen so far."""
         self._seen: Tensor | None = None
 
     def see(self, logits_NV: Tensor, transform: LogitTransform = PLAIN) -> None:

@@ -370,7 +370,7 @@ def _write_weights(config: PreTrainedConfig, source: Path, directory: Path, seed
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the model's persistent buffers by name, with the values that its class computes."""
+    """Return the model's persistent buffers by name, with the values its class computes."""
     saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     modules = {name.rpartition(".")[0] for name in saved}
     for place in sorted(modules):
@@ -388,7 +388,7 @@ def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 def _values(
     parameters: Mapping[str, nn.Parameter], *, std: float, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every name with random values, drawn for as many parameters at once as cores."""
+    """Yield every name with random values; as many parameters at once are drawn as cores."""
 
     def drawn(name: str) -> tuple[str, Tensor]:
         like = parameters[name]

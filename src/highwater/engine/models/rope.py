@@ -209,7 +209,7 @@ def depends_on_length(kind: str) -> bool:
 
 
 def _kinds(module: nn.Module) -> tuple[str, ...]:
-    """Return the kinds of RoPE that a rotary module names; none for any other module."""
+    """Return the kinds of RoPE that a rotary module names; empty for any other module."""
     said = getattr(module, "rope_type", None)
     if isinstance(said, str):
         return (said,)

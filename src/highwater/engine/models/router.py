@@ -47,7 +47,7 @@ class Routers:
         experts_per_token: int,
         coefficient: float,
     ) -> None:
-        """Hook the routers, whose outputs have the logits (T, X) at index ``output``."""
+        """Hook the routers; ``output``: index of the logits (T, X) in their outputs."""
         self.experts_per_token = experts_per_token
         self.coefficient = coefficient
         self._output = output

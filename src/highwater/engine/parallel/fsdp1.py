@@ -125,4 +125,4 @@ def _sum_to_shard(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> None:
 
 
 def _keep(_: dist.ProcessGroup, __: Tensor) -> None:
-    """Leave a single rank's gradient as it is; a sum would make a communicator for nothing."""
+    """Leave a single rank's gradient unchanged; a sum would create a useless communicator."""

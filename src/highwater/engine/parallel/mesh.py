@@ -198,7 +198,7 @@ def warm_up(mesh: DeviceMesh, shared: SequenceGroups, *, has_states: bool = Fals
 
 
 def gather_and_reduce(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    """Run the collectives that sharded models use: gather, reduce to parts, reduce everywhere."""
+    """Run the collectives of sharded models: all-gather, reduce-scatter, all-reduce."""
     # Deprecated names, because torch 2.11 has no others.
     dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
     dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]

@@ -51,7 +51,7 @@ def adding_up(model: nn.Module) -> Generator[None]:
 
 
 def add_up_on_host(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Prepare a model that FSDP2 shards and offloads for ``adding_up``."""
+    """Prepare a model that FSDP2 shards and offloads for use within ``adding_up``."""
     loose: Any = model
     setattr(loose, _NAME, HostGradients(model, layers))
 
@@ -69,7 +69,7 @@ class HostGradients:
             layer.register_forward_hook(partial(self._listen, index + 1))
 
     def set_aside(self) -> None:
-        """Begin a backward pass: hide the gradients, as FSDP2 must not find any."""
+        """Begin a backward pass: remove gradients from parameters, as FSDP2 requires."""
         assert not self._is_running, "one backward pass at a time"
         self._is_running = True
         for shard in self._all():
@@ -77,7 +77,7 @@ class HostGradients:
                 self._sums[shard], shard.sharded_param.grad = shard.sharded_param.grad, None
 
     def add_up(self) -> None:
-        """End a backward pass that succeeded: add all gradients that it left."""
+        """End a successful backward pass: add up all gradients that are still to be added."""
         for unit in self._units:
             self._take(unit)
         self._add(until=0)
@@ -127,7 +127,7 @@ class HostGradients:
 
 
 class _Fresh(NamedTuple):
-    """Gradient that FSDP2 left for one shard in one backward pass."""
+    """Gradient that FSDP2 left on one shard in one backward pass, and its copy's event."""
 
     shard: Any
     gradient: Any

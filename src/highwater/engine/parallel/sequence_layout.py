@@ -174,7 +174,7 @@ class SequenceLayout:
         return np.arange(self.tokens) + np.repeat(shift, lengths)
 
     def _of_each(self, values: Integers) -> Integers:
-        """Repeat a value of each padded document for each of its tokens."""
+        """Repeat a padded document's value for each of its tokens."""
         return np.repeat(values, self.padded_lengths)
 
 

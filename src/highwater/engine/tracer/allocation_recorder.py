@@ -40,7 +40,7 @@ Round = TypeVar("Round")
 
 
 def _in_flash_backward(args: Sequence[Any]) -> list[int]:
-    """Workspace bytes: a float32 number per token and query head, and q's gradient in float32, with
+    """Workspace bytes: a float32 value per token and query head, and q's gradient in float32, with
     head sizes rounded up to 32; if query heads share keys, also k's and v's for every query head.
     Source: docs/results/layer; H200 recordings in docs/results/lab/trinity_trials.json; tests/gpu.
     """
@@ -50,7 +50,7 @@ def _in_flash_backward(args: Sequence[Any]) -> list[int]:
 
 
 def _in_windowed_backward(args: Sequence[Any]) -> list[int]:
-    """Workspace bytes like flash attention's, for tensors with tokens before heads."""
+    """Workspace bytes of windowed flash attention, for tensors with tokens before heads."""
     assert args[1].ndim == 4, "trials have no rows of unlike documents"
     by_heads = [tensor.transpose(1, 2) for tensor in args[:3]]
     return _in_flash_backward(by_heads)
@@ -208,7 +208,7 @@ class AllocationRecorder(TorchDispatchMode):
         return made.operator == self.operators.get(str(aten.add.Tensor))
 
     def _lend_freed(self, number: int, stream: fake_cuda.Stream) -> None:
-        """Turn an allocation's earlier end into a lend, as the stream still uses it."""
+        """Turn an allocation's recorded free into a lend, as the stream still uses it."""
         for index in range(len(self.events) - 1, -1, -1):
             event = self.events[index]
             if event == Free(number):
@@ -344,7 +344,7 @@ class AllocationRecorder(TorchDispatchMode):
             self._await(of_fsdp[-1 - self.most_awaited])
 
     def _give_back(self, number: int, stream_id: int, *, is_fsdps: bool) -> None:
-        """Queue an allocation that is not free yet, since a stream may still use it."""
+        """Queue an allocation to be freed later, since a stream may still use it."""
         moment = fake_cuda.Stream.moment()
         self._awaited.append(
             _GivenBack(number, self._launches, stream_id, moment, is_fsdps=is_fsdps)

@@ -120,13 +120,13 @@ class Stream:
 
 
 class Event:
-    """Work launched on a stream so far. It counts as done: the host never waits for it."""
+    """Work launched on a stream so far. It counts as finished: the host never waits for it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.before: dict[int, int] = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """Cover the work launched on a stream so far."""
+        """Cover all work launched on a stream so far."""
         stream = stream or Stream.current
         self.before = {**stream.before, stream.stream_id: Stream.moment()}
 

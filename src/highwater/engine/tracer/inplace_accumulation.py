@@ -103,7 +103,7 @@ def _counts(args: Sequence[Any]) -> _Counts:
 
 
 def _alone(value: Tensor) -> Tensor:
-    """Probe: nobody else holds the first of its two gradients."""
+    """Probe sum whose first gradient has no other holder."""
     return value * 2 + value * 3
 
 
@@ -115,12 +115,12 @@ def _shared(value: Tensor) -> Tensor:
 
 
 def _held(value: Tensor) -> Tensor:
-    """Probe: a Python object holds its first gradient."""
+    """Probe sum whose first gradient is held by a Python object."""
     return value * 2 + _Kept.apply(value)
 
 
 def _viewed(value: Tensor) -> Tensor:
-    """Probe: its first gradient is a view of another tensor."""
+    """Probe sum whose first gradient is a view of another tensor."""
     return value * 2 + value.T * 3
 
 

@@ -223,14 +223,14 @@ class _Constant:
 
 
 class _Launcher:
-    """A kernel that does nothing on any grid."""
+    """A Triton kernel stub: does nothing on any grid."""
 
     def __getitem__(self, _: object) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
 class _RmsNormStub(torch.autograd.Function):
-    """Allocations of PyTorch's fused RMS norm."""
+    """Autograd function with the allocations of PyTorch's fused RMS norm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:

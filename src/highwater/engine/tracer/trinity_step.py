@@ -120,7 +120,7 @@ def divided(logits_TV: Tensor) -> Tensor:
 
 
 class _Statistics(torch.autograd.Function):
-    """Flash attention's cross-entropy and verl's compiled entropy: two gradients of the logits."""
+    """Statistics by flash attention's cross-entropy and verl's entropy: two gradients of logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -224,7 +224,7 @@ def save_pretrained(
 
 
 def _meet(mesh: DeviceMesh) -> None:
-    """Wait until the first rank has written, so that its time is not counted in the next step."""
+    """Wait until the first rank has written, so that the next step's time excludes it."""
     if mesh.size() > 1:
         dist.barrier(group=all_ranks(mesh))
 

@@ -114,7 +114,7 @@ def _copy_beside(partial: Path, source: Path) -> None:
 
 
 def _settle(partial: Path, directory: Path) -> None:
-    """Flush every file to the disk, then give the directory its final name."""
+    """Flush every file to the disk, then rename the directory to its final name."""
     for path in partial.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

@@ -149,7 +149,7 @@ class TrialProfiler:
 
 
 def profiler_of(spec: TrialSpec, rank: int) -> TrialProfiler | None:
-    """Return the profiler of a rank of a trial; None if its memory is not to be recorded."""
+    """Return the profiler of a trial's rank; None if its memory is not to be recorded."""
     order = spec.memory_snapshots
     if order is None or not order.profiling.records(rank):
         return None
@@ -285,7 +285,7 @@ def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
 
 
 class MemoryWatch:
-    """Follows a rank's memory; ``peaks`` may be read at any time, also after a failure."""
+    """Follows a rank's memory use; ``peaks`` may be read at any time, also after a failure."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -306,7 +306,7 @@ class MemoryWatch:
             self._device_used = max(self._device_used, device_used_bytes(self.device))
 
     def peaks(self) -> RankMemory:
-        """Return the peaks since the watch was made or last begun."""
+        """Return the peaks since the last ``begin``, or since the watch was made."""
         self.sample()
         if self._segment is not None:
             return RankMemory(peak_data_segment_bytes=self._segment.peak_bytes)

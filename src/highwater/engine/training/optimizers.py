@@ -1,4 +1,4 @@
-"""Optimizers: AdamW on a model's shards, with all that it keeps allocated before the first step."""
+"""Optimizers: AdamW on a model's shards; all its memory is allocated before the first step."""
 
 import re
 from typing import Any

@@ -90,7 +90,7 @@ _PASSES = ("forward", "backward", "experience")
 
 
 class OutOfMemoryWatch:
-    """Counts the tensors that live from step to step, and all other memory when it runs out."""
+    """Counts persistent tensors, and records all other memory when it runs out."""
 
     def __init__(self, device: torch.device, where: LayerWatch) -> None:
         """Register with the CUDA allocator; on the CPU there is none."""
@@ -266,7 +266,7 @@ def _gradients(training: Training) -> Iterator[Tensor]:
 
 
 def _weight_gradients(frames: Iterable[FrameType]) -> Iterator[Tensor]:
-    """Yield the sums of weight gradients that frames are adding up."""
+    """Yield the sums of weight gradients that these frames accumulate."""
     for frame in frames:
         for value in list(frame.f_locals.values()):
             total = getattr(value, "sum_OI", None) if isinstance(value, WeightGradient) else None
@@ -321,7 +321,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _place(frames: Iterable[FrameType]) -> str | None:
-    """Return the engine's innermost line, as ``highwater/engine/models/loss.py:84 forward``."""
+    """Return the innermost line of the engine: ``highwater/engine/models/loss.py:84 forward``."""
     for frame in frames:
         found = _ENGINE.search(frame.f_code.co_filename)
         if found is not None:

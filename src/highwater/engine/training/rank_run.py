@@ -289,7 +289,7 @@ def rehearsal_batch(spec: TrialSpec, context: RankContext) -> Batch:
 
 
 def settle(training: Training, batch: Batch) -> None:
-    """Load everything that lives outside the allocator, then empty its cache; for GPUs only."""
+    """Load everything that is outside the allocator, then empty its cache; for GPUs only."""
     rehearse(training, batch)
     synchronize(training.device)
     torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ _PROJECT = "highwater"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReportedRun:
-    """A package's run, to be opened or continued."""
+    """A run in an experiment tracker (such as W&B), to be opened or continued."""
 
     directory: Path
     """Folder for the files that packages write."""
@@ -161,7 +161,7 @@ class Reports:
         self._open[name] = _OPENED_BY[name](run)
 
     def _try(self, name: ReporterName, call: Callable[[], object]) -> None:
-        """Call the package; if it raises, say so and leave it out from now on."""
+        """Call the tracker; if it raises, print that and leave the tracker out from now on."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 -- a client's own, on which no training depends

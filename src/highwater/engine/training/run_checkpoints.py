@@ -310,7 +310,7 @@ class RunCheckpoints:
                     shutil.rmtree(path.rename(path.with_name(path.name + PARTIAL)))
 
     def _remove_partial(self) -> None:
-        """Remove folders of saves and removals that were killed."""
+        """Remove folders of interrupted saves and removals."""
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():

@@ -123,7 +123,7 @@ class Statistics:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all parts."""
+        """Drop all parts."""
         self._parts: dict[str, float] = {}
         self._of_documents: list[tuple[float, float]] = []
         self._has_logprobs = False
@@ -229,7 +229,7 @@ class Statistics:
     def _number(
         self, name: str, quantity: Quantity, group: Group, parts: Sequence[Sequence[float]]
     ) -> Reduced:
-        """Return this rank's result of a quantity, from all groups' slots of each of its parts."""
+        """Return this rank's result of a quantity, combined from the slots of all its groups."""
         own = [slots[self.coordinates.slot(group)] for slots in parts]
         match quantity.how:
             case "sum":
@@ -378,7 +378,7 @@ def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _numbers_of(quantity: Quantity) -> int:
-    """Values a slot: 3 for a mean (numerator, denominator, ranks that lack it), 2 for min, max."""
+    """Values a slot: 3 for a mean (numerator, denominator, ranks without it), 2 for min, max."""
     return {"mean": 3, "min": 2, "max": 2}.get(quantity.how, 1)
 
 

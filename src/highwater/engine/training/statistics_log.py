@@ -102,7 +102,7 @@ class StatisticsLog:
 
 
 class _Files:
-    """Files that rank 0 writes. A full disk does not stop the trial; it is reported once."""
+    """Statistics files of rank 0. A full disk does not stop the trial; it is reported once."""
 
     def __init__(self, files: StatisticsFiles) -> None:
         self._path, self._failed = Path(files.path), False

@@ -31,7 +31,7 @@ _OF_LOGITS = ("logit_min", "logit_max", "logit_min_avg", "logit_max_avg")
 
 
 class TokenNumbers(NamedTuple):
-    """Numbers of a micro-batch's trained tokens; None for any that the objective lacks."""
+    """Values of a micro-batch's trained tokens, each field of shape N; None if not computed."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -41,7 +41,7 @@ class TokenNumbers(NamedTuple):
 
 @dataclass(slots=True)
 class StepRecord:
-    """Record of one step on one rank, written by the step."""
+    """Record of the trained tokens of one step on one rank, filled by the step."""
 
     micro_batches: Sequence[Batch] = ()
     """This rank's micro-batches, on the host."""
@@ -114,7 +114,7 @@ class Training:
 
     @property
     def traits(self) -> ObjectiveTraits:
-        """Traits of the objective, for example whether it has a reference."""
+        """Traits of the objective, such as whether it needs a reference."""
         return TRAITS[self.objective]
 
     @property

@@ -332,7 +332,7 @@ class Trainer:
         return [self._context.share_of(batch) for batch in whole]
 
     def _read(self, micro_batches: Iterable[Any], *, trains: bool) -> tuple[list[Batch], int]:
-        """Pack this data rank's micro-batches, count all ranks' tokens; all raise if one must."""
+        """Pack this data rank's micro-batches, count all ranks' tokens; errors raise on all."""
         whole: list[Batch] = []
         refusal: HighwaterError | None = None
         try:

@@ -107,7 +107,7 @@ class OwnRow(NamedTuple):
 
 
 class TrainingRows:
-    """Micro-batches of this rank, for any step."""
+    """This rank's micro-batches of any training step, and of evaluations."""
 
     def __init__(self, spec: TrainingSpec, context: RankContext) -> None:
         """Open the corpora; UsageError if one is damaged, or has no rows for this layout."""

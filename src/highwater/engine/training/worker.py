@@ -91,7 +91,7 @@ def _tell(reports: Path, phase: str) -> None:
 
 
 def _is_spent() -> bool:
-    """True if this process can get no more memory."""
+    """True if this process can get no more host memory."""
     try:
         mmap.mmap(-1, _SPENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError:

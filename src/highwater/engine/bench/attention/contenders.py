@@ -71,7 +71,7 @@ class Conditions:
         device: torch.device,
         kernel: FusedKernel | None,
     ) -> "Conditions":
-        """Return an order's conditions for one of its implementations."""
+        """Return the conditions of one implementation, by the order of the benchmark."""
         pattern = order.patterns.get(name, IMPLEMENTATIONS[name].pattern)
         if name == "window" and device.type == "cpu" and pattern is not None:
             pattern = msgspec.structs.replace(pattern, local_window_size=_CPU_WINDOW)
@@ -89,7 +89,7 @@ class Conditions:
 
     @property
     def scaling(self) -> float:
-        """Factor of the scores."""
+        """Factor of the attention scores: 1 / sqrt(head size)."""
         return self.order.head_dim**-0.5
 
     @property

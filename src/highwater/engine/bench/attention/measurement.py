@@ -239,7 +239,7 @@ def differences(build: Build, conditions: Conditions, rank: int = 0) -> dict[str
 def naive_attention(
     query_HSD: Tensor, key_KSD: Tensor, value_KSD: Tensor, counts: Tensor, scaling: float
 ) -> Tensor:
-    """The textbook formula in float64, counting repeats; zeros for a token that meets no key."""
+    """The textbook formula in float64, counting repeated keys; zeros for a token without keys."""
     groups = len(query_HSD) // len(key_KSD)
     key_HSD, value_HSD = (t.double().repeat_interleave(groups, 0) for t in (key_KSD, value_KSD))
     scores_HSS = query_HSD.double() @ key_HSD.transpose(1, 2) * scaling + counts.double().log()

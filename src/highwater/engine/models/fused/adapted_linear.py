@@ -53,7 +53,7 @@ class Adapter(NamedTuple):
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with an adapter, by peft's names: ``base_layer``, ``lora_A.default``, ..."""
+    """A linear layer with LoRA, with peft's names: ``base_layer``, ``lora_A.default``, ..."""
 
     def __init__(self, theirs: nn.Module, *, scale: float) -> None:
         """Use the children of ``theirs``, peft's own layer, as those of this one."""

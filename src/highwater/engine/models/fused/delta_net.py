@@ -162,7 +162,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _traded(tensor_TGX: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Trade all key heads of this rank's tokens for all tokens of this rank's key heads: SgX."""
+    """Exchange all key heads of this rank's tokens for all tokens of its own key heads: SgX."""
     degree = dist.get_world_size(group)
     return scatter_heads(tensor_TGX.transpose(0, 1)[None], group, degree)[0].transpose(0, 1)
 

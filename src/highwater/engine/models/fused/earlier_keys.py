@@ -66,7 +66,7 @@ class _ByLayer:
 
 
 def _earlier_keys() -> Any:
-    """Return a mapping of keys and values by kind of layer; a second store removes the entry."""
+    """Return a mapping of keys and values by kind of layer; storing again removes the entry."""
     # transformers before 5.23 hands over any UserDict, later ones their own kind
     kind: Any = getattr(cache_utils, "KVSharingDict", UserDict)
 

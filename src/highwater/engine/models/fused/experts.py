@@ -138,8 +138,8 @@ class _ExpertProduct(NamedTuple):
 
 
 class _KeepExperts(torch.autograd.Function):
-    """Autograd function that passes its input on, and computes all gradients: its backward pass is
-    given the gradient of the experts' *output*.
+    """Autograd function that returns its input unchanged, and computes all gradients: it is given
+    the gradient of the experts' *output* in the backward pass.
     """
 
     @staticmethod
@@ -170,7 +170,7 @@ class _KeepExperts(torch.autograd.Function):
 
 
 class _ComputeExperts(torch.autograd.Function):
-    """Autograd function that computes the output, keeps nothing, and passes the gradient on."""
+    """Autograd function that computes the output, keeps nothing, and returns the gradient as is."""
 
     @staticmethod
     def forward(

@@ -112,10 +112,10 @@ class _Weights(NamedTuple):
 
 
 class _Keep(torch.autograd.Function):
-    """Autograd function that passes its input on, and computes all gradients.
+    """Autograd function that returns its input unchanged, and computes all gradients.
 
-    Its backward pass is given the gradient of the MLP's *output*, and returns the gradients of
-    input and parameters.
+    In the backward pass it is given the gradient of the MLP's *output*, and returns the gradients
+    of input and parameters.
     """
 
     @staticmethod
@@ -140,7 +140,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Compute(torch.autograd.Function):
-    """Autograd function that computes the MLP, keeps nothing, and passes the gradient to _Keep."""
+    """Autograd function that computes the MLP, keeps nothing, and returns the gradient to _Keep."""
 
     @staticmethod
     # It keeps nothing in ctx.

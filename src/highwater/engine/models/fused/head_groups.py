@@ -59,7 +59,7 @@ class _Plan(NamedTuple):
     attend: AttendHeads
 
     def share(self, group: int, size: int) -> slice:
-        """Return the slice that a group has of a dimension of all heads with this size."""
+        """Return a group's slice of a dimension of ``size`` over all heads."""
         return slice(group * size // self.groups, (group + 1) * size // self.groups)
 
 
@@ -95,7 +95,7 @@ def _projections(plan: _Plan, flat: Sequence[Any]) -> Iterator[_Projection]:
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd function over all groups."""
+    """Autograd function of attention over all head groups."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, x_TE: Tensor, *tensors: Any) -> Tensor:

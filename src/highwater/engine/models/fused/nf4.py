@@ -119,7 +119,7 @@ class Nf4Linear(nn.Linear):
     """A frozen linear layer, whose weight is in NF4 after ``pack``."""
 
     def __init__(self, theirs: nn.Linear) -> None:
-        """Take over the parameters of a linear layer."""
+        """Use the parameters of a linear layer as those of this one."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = theirs.in_features, theirs.out_features
         self.weight, self.bias = theirs.weight, theirs.bias

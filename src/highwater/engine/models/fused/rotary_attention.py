@@ -132,7 +132,7 @@ class RotaryAttention(nn.Module):
 
 
 class _Rotate(torch.autograd.Function):
-    """Autograd function of engine/kernels/rotary.py; for a norm keeps input and 1 number a head."""
+    """Autograd function of engine/kernels/rotary.py; for a norm keeps input and 1 value a head."""
 
     @staticmethod
     def forward(
