@@ -381,7 +381,7 @@ def _attended(
 def _times_as_long(
     attention: AttentionKind, settings: Settings, length_tokens: int, *, sequences: int
 ) -> tuple[float, float]:
-    """Time of a pair as a multiple of that by the fused kernels' rates, forward and backward."""
+    """Cost of a query-key pair relative to fused kernels, forward and backward."""
     is_wide = attention.head_dim > WIDEST_FUSED_HEAD
     has_window = attention.window_tokens is not None and attention.head_dim == WIDEST_FUSED_HEAD
     if settings.pattern is not None or not (is_wide or has_window):
@@ -510,7 +510,7 @@ def _exchanged_bytes(
 
 
 def _over_pcie(shape: ModelShape, settings: Settings, layout: Layout, rates: Rates) -> float:
-    """Seconds of a micro-batch for copies of parameters from the host and gradients to it."""
+    """Seconds of a micro-batch for copying parameters from the host and gradients to it."""
     seconds = 0.0
     if settings.offloads_model:
         size = 4 if settings.lora is None else 2
@@ -540,7 +540,7 @@ def _late_copies(
 
 
 def _update(shape: ModelShape, settings: Settings, layout: Layout, rates: Rates) -> float:
-    """Seconds of the update, on the device or the host."""
+    """Seconds of the optimizer update, on the device or the host."""
     own = settings.trained_models * trained_parameters(shape, settings) / layout.shard_degree
     if settings.offloads_model:
         return own * _HOST_UPDATE_BYTES / _HOST_BYTES

@@ -203,7 +203,7 @@ def _split(text: str, *, what: str, example: str) -> tuple[float, str]:
 
 
 def _short(text: str) -> str:
-    """Quote the text as it was typed; only its beginning if it is longer than a line."""
+    """Quote the typed text; only its beginning if it is longer than a line."""
     return repr(text if len(text) <= _LINE else f"{text[:_LINE]}…")
 
 

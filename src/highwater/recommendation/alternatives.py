@@ -144,7 +144,7 @@ def _more_host_memory(goal: Goal) -> Alternative | None:
 
 
 def _needed_technique(goal: Goal) -> Alternative:
-    """The largest term of the nearest cell, where no change of settings is predicted to fit."""
+    """The largest memory term of the nearest cell, if no change is predicted to fit."""
     question, _ = goal.question(goal.budgets[-1], length_tokens=goal.length_tokens)
     cells = predict_by_formula(question, goal.memory_limit, goal.trainer, goal.known(question))
     nearest = min(cells, key=lambda predicted: predicted.lacks_bytes or 0)
@@ -176,7 +176,7 @@ def _techniques(goal: Goal) -> Iterator[_Change]:
 
 
 def _rollouts(goal: Goal) -> Iterator[_Change]:
-    """Changes of vLLM's memory: GPUs that share its model, then more of each GPU, then less."""
+    """Changes of vLLM's memory: sharing its model among GPUs, then more of each GPU, then less."""
     asked = goal.memory_limit.rollout
     if asked is None:
         return

@@ -83,7 +83,7 @@ class LongestLength(OfEntry, frozen=True, kw_only=True):
 
 
 class MemoryEstimate(OfEntry, frozen=True, kw_only=True):
-    """The formula of an entry's memory."""
+    """The fitted memory polynomial of an entry."""
 
     fit: MemoryFit
     reserved_ratio: float
@@ -91,7 +91,7 @@ class MemoryEstimate(OfEntry, frozen=True, kw_only=True):
 
 
 class PredictedLongest(OfEntry, frozen=True, kw_only=True):
-    """The longest length that is predicted for another kind of GPU, by memory alone."""
+    """The longest length predicted for another kind of GPU, by memory only."""
 
     gpu: str
     memory_bytes: int
@@ -120,7 +120,7 @@ class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
 
 
 class UseCase(Record, frozen=True, kw_only=True):
-    """A range of lengths, and the attentions that held all of it: on one GPU if any does."""
+    """A range of lengths, and the attentions that fit all of it: on one GPU if any does."""
 
     from_tokens: int
     to_tokens: int | None
@@ -156,7 +156,7 @@ def attention_summary(bench: AttentionBench) -> AttentionSummary:
 
 
 def contestants(longest: Sequence[LongestLength], direction: Direction) -> list[LongestLength]:
-    """The entries to choose from: neither the reference, nor DataParallel's copies."""
+    """The entries to recommend from: neither the reference, nor DataParallel."""
     return [
         each
         for each in longest
@@ -273,7 +273,7 @@ def _efficiencies(
 
 
 def _use_cases(bench: AttentionBench, longest: Sequence[LongestLength]) -> Iterator[UseCase]:
-    """Use cases of training where that was measured, else of the forward pass."""
+    """Use cases of training if that was measured, else of the forward pass."""
     direction = bench.order.directions[-1]
     for start, end in _USE_CASES:
         every, least = contestants(longest, direction), end or start + 1
@@ -291,7 +291,7 @@ def _use_cases(bench: AttentionBench, longest: Sequence[LongestLength]) -> Itera
 
 
 def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | None:
-    """The fastest at the longest length that all have measured, on one GPU if any."""
+    """The fastest entry at the longest length that all have measured, on one GPU if any."""
     alone = [each for each in found if each.mode == "single"] or found
     if not alone:
         return None
@@ -303,7 +303,7 @@ def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | Non
 
 
 def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
-    """The formula of peaks, no term below 0, by relative errors; None below three lengths."""
+    """The polynomial fitted to peaks, with no negative term; None below three lengths."""
     if len({length for length, _ in peaks}) < LEAST_LENGTHS:
         return None
     longest = max(length for length, _ in peaks)

@@ -84,7 +84,7 @@ class Goal:
 
     @property
     def sequences(self) -> int:
-        """Sequences that the default token budget holds, as many as a prediction takes."""
+        """Sequences in the default token budget, as in a prediction."""
         named = {**MEMORY[self.trainer].fixed_fields(self.settings), **self.settings}
         least = 1 if "token_budget" in named else self._together
         return int(named.get("sequences_per_micro_batch", least))
@@ -97,7 +97,7 @@ class Goal:
 
     @property
     def _together(self) -> int:
-        """Documents that the objective keeps together."""
+        """Documents that the objective must keep in one micro-batch."""
         traits = TRAITS.get(self.settings.get("objective", "sft"))  # others are refused later
         return 1 if traits is None else traits.documents_together
 
@@ -214,7 +214,7 @@ _longest = lru_cache(maxsize=64)(partial(predict_by_formula, asked="longest"))
 def candidate_of(
     goal: Goal, predicted: CellPrediction, longest: CellPrediction | None = None
 ) -> Candidate:
-    """A predicted cell as a candidate; without ``longest`` it trains this length or more."""
+    """A predicted cell as a candidate; without ``longest`` its longest length is not known."""
     fits = predicted.capacity_tokens > 0
     host_bytes, step = predicted.footprint.host_bytes, predicted.step
     rollout = predicted.footprint.rollout

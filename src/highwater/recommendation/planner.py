@@ -135,7 +135,7 @@ class _PlanSearch(NamedTuple):
 
     def _placed(self, cell: Cell, aim: Aim) -> _PlannedCell:
         """The plan with the best number of last layers on the GPU: the fewest that host memory
-        allows, or, for the fastest, as many more as save time and fit.
+        allows or, if the aim is ``fastest``, as many more as save time and fit.
         """
         fewest = self._predicted(cell)
         if cell.settings.activations == "gpu" or "layers_on_gpu" in self.goal.settings:

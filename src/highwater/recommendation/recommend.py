@@ -277,7 +277,7 @@ def _check(
 def _with_trials(
     predicted: tuple[Candidate, ...], goal: Goal, question: Question, studies: Sequence[Study]
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-    """Take each candidate from the first study that tells of it; note each study without use."""
+    """Replace predicted candidates by the first study's results; note studies without any."""
     candidates, notes = list(predicted), list[str]()
     limit, asked_bytes = goal.memory_limit, parse_memory(str(goal.settings.get("headroom", 0)))
     for recorded in studies:

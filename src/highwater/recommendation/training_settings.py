@@ -209,7 +209,7 @@ class _Training:
         return f"use `--settings recommended`, which is {label}, and leave other settings out"
 
     def recommended(self) -> Cell:
-        """The simplest cell that is predicted to fit; raises MachineError if none is."""
+        """The simplest cell that is predicted to fit; raises MachineError if no cell is."""
         if self.spec.device == "cpu":
             return self.simplest_here()
         request, asked, gpus = self.request, self.asked, self.spec.layout.gpus
@@ -269,7 +269,7 @@ class _Training:
         return f"use {more}a smaller `--length`, or a smaller model"
 
     def room_bytes(self, predicted_bytes: int) -> int:
-        """Bytes that a CPU process may take past its prediction: errors, cores, threads' stacks."""
+        """Bytes that a CPU process may need beyond its prediction: errors, cores, thread stacks."""
         stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
         if stack_bytes == resource.RLIM_INFINITY:
             stack_bytes = _STACK_BYTES

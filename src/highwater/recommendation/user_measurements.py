@@ -77,7 +77,7 @@ def _obstacle(found: MeasuredConstants, where: Cluster) -> str | None:
 
 
 def _is_whole(read: Constants) -> bool:
-    """True if readings have all that a prediction takes, and no sum below zero."""
+    """True if readings have all figures that a prediction needs, and no negative sum."""
     names = {reading.name for reading in read.readings}
     nccl = (*NCCL_GROUP, NCCL_ALL_TO_ALL) if read.gpus > 1 else ()
     needed = {"context", *CUBLAS_WORKSPACES, *nccl}

@@ -193,7 +193,7 @@ def _make_room(directory: Path) -> str:
 
 
 def _with_spare(needed: CheckpointBytes) -> int:
-    """Bytes that must be free: counts are within 0.1 %, files have headers, logs need room too."""
+    """Bytes that must be free: ``needed``, 1 % more, and ``FREE_BYTES`` for logs and others."""
     return sum(needed) + sum(needed) // 100 + FREE_BYTES
 
 
@@ -236,7 +236,7 @@ class TrainingFolder:
 
     @property
     def another(self) -> str:
-        """Flag that names a folder beside this one."""
+        """Flag for another folder beside this one."""
         return f"`--output {shlex.quote(f'{self.path}-2')}`"
 
     def spec(self) -> TrainingSpec | None:

@@ -282,7 +282,7 @@ def read_study(path: Path) -> Study:
 
 
 def _another() -> str:
-    """Return a hint: ``highwater show`` if that finds a study, else how to make one."""
+    """Hint: ``highwater show`` if that finds a study, else a command that makes one."""
     with suppress(StudyError, OSError):
         newest_studies(Path("./logs"))  # in which `highwater show` looks by default
         return "`highwater show` shows the newest study that can be read"

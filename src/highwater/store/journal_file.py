@@ -166,8 +166,8 @@ def split_torn(content: bytes) -> tuple[bytes, bytes]:
 
 
 def sealed(text: str, *, after: str) -> tuple[bytes, str]:
-    """Return the line with its checksum in front, and the checksum: of this line and ``after``, the
-    checksum before it.
+    """Return the line with its checksum in front, and that checksum: of this line and of ``after``,
+    the checksum of the line before.
     """
     content = text.encode()
     checksum = hashlib.sha256(after.encode() + content).hexdigest()[:_CHECKSUM_DIGITS]

@@ -94,7 +94,7 @@ class _Shown:
 
 
 def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]) -> _Shown:
-    """Read the trials of this question; simulated ones count only if the question is simulated."""
+    """Read the trials that belong to this question; simulated ones only if it is simulated."""
     shown = _Shown()
     for trial in trials:
         index, result = question.grid.index_at_most(trial.spec.length_tokens), trial.result
@@ -128,7 +128,7 @@ def _is_asked(question: Question, answer: CellAnswer, trial: RecordedTrial, inde
 
 
 def _gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
-    """Yield, in words, each statement of an answer that its trials do not support."""
+    """Yield each statement of an answer that its trials do not support, in words."""
     yield from _trained_gaps(question, answer, shown)
     yield from _memory_only_gaps(question, answer, shown)
     yield from _edge_gaps(question, answer, shown)
@@ -246,14 +246,14 @@ class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opene
 
 
 class ExpectedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="cell_expected"):
-    """The search of one cell is about to begin."""
+    """Journal line: the prediction for a cell whose search is about to begin."""
 
     at_unix_s: float
     expectation: Expectation
 
 
 class _LaunchLine(Record, frozen=True, kw_only=True):
-    """A launch of a trial, by the key of its specification."""
+    """Base of journal lines about a launch, which is named by its specification's key."""
 
     spec_key: str
     attempt: int
@@ -262,19 +262,19 @@ class _LaunchLine(Record, frozen=True, kw_only=True):
 
 
 class StartedLine(_LaunchLine, frozen=True, kw_only=True, tag_field="kind", tag="trial_started"):
-    """A trial is about to be launched."""
+    """Journal line: a trial is about to be launched."""
 
     spec: TrialSpec
 
 
 class FinishedLine(_LaunchLine, frozen=True, kw_only=True, tag_field="kind", tag="trial_finished"):
-    """A launched trial has ended."""
+    """Journal line: the result of a launched trial."""
 
     result: TrialResult
 
 
 class AnsweredLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="cell_answered"):
-    """The search of one cell has ended."""
+    """Journal line: the answer of a cell whose search has ended."""
 
     at_unix_s: float
     answer: CellAnswer
@@ -365,7 +365,7 @@ class JournalContent:
         return any(result is not None and result.outcome.tells for result in results)
 
     def ran_out_after(self, trial: RecordedTrial) -> bool:
-        """True if a later attempt of a trial ran out of time."""
+        """True if a later attempt of a trial timed out."""
         attempts = self._attempts(trial.spec, trial.repeat)
         later = (other.result for other in attempts if other.attempt > trial.attempt)
         return any(result is not None and result.outcome is Outcome.TIMEOUT for result in later)
