@@ -63,7 +63,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _after_report(made: StudyReport, output: Path | None) -> str:
-    """The next command: finish the search, or write the report as a page, or show the study."""
+    """The next command: to finish the search, write the report as a page, or show the study."""
     study = made.study
     if not study.complete and study.command:
         return f"{shlex.join(resumed(study))}  (answers the rest)"

@@ -1,5 +1,4 @@
-"""Classify the outcome of a trial by exit status, signals, the ranks' reports and, last, the log.
-"""
+"""Classify a trial's outcome by exit status, signals, the ranks' reports and, last, its log."""
 
 import math
 import re
