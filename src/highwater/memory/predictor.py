@@ -201,16 +201,16 @@ def predict_cell(
     end fits, and the longest that fits by the prediction alone.
     """
     formula = predictor.formula
-    question, whole_bytes = formula.question, formula.memory_limit.device_bytes
+    question, limit_bytes = formula.question, formula.memory_limit.device_bytes
     grid, size = question.grid, max(1, question.size_of(formula.cell))
     if not formula.at(grid.length(1)).footprint.fits_host(formula.memory_limit.host_bytes):
         bound = predict_at(formula, grid.length(1), factors)
         return bound.replace(likely_tokens=0)
     most_bytes, likely_index = formula.most_needed_bytes(factors), None
-    if predictor is formula or asked == "everything" or most_bytes == whole_bytes:
-        likely_index = longest(predictor, whole_bytes)
+    if predictor is formula or asked == "everything" or most_bytes == limit_bytes:
+        likely_index = longest(predictor, limit_bytes)
     index = likely_index
-    if index is None or most_bytes != whole_bytes:
+    if index is None or most_bytes != limit_bytes:
         index = longest(predictor, most_bytes, likely_index=likely_index)
     if not index and asked == "fit":
         predictor = formula
@@ -218,7 +218,7 @@ def predict_cell(
     shown_index = index or likely_index or 1
     predicted = _predicted_length(
         *(predictor, grid.length(shown_index), factors),
-        room_bytes=most_bytes if index else whole_bytes if likely_index else None,
+        room_bytes=most_bytes if index else limit_bytes if likely_index else None,
         is_whole=asked == "everything",
     )
     if not index and shown_index > 1:
@@ -317,8 +317,8 @@ def _risk(
     host_bytes = limit.host_bytes and int(HOST_KEPT * limit.host_bytes)
     if formula.cell.settings.uses_host and not footprint.fits_host(host_bytes):
         return "likely"
-    whole_bytes = formula.question.device_total_bytes or limit.device_bytes
-    return "safe" if headroom_bytes >= default_headroom_bytes(whole_bytes) else "likely"
+    card_bytes = formula.question.device_total_bytes or limit.device_bytes
+    return "safe" if headroom_bytes >= default_headroom_bytes(card_bytes) else "likely"
 
 
 def longest(predictor: Predictor, room_bytes: int, *, likely_index: int | None = None) -> int:

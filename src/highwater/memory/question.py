@@ -64,8 +64,9 @@ def predicted_question(
 ) -> tuple[Question, tuple[str, ...]]:
     """The question with every rung, on a grid or at one length; and notes. Raises UsageError."""
     settings = {"headroom": default_headroom_bytes(where.device_bytes), **settings}
-    lacks = TRAINERS[trainer].is_watched and TRAINERS[trainer].refused(["deepspeed"])
-    is_zero = bool(lacks) and settings.get("deepspeed") == "zero3"
+    # trials of a foreign trainer without DeepSpeed: FSDP shards as ZeRO-3 does, and a note says so
+    no_zero = TRAINERS[trainer].is_watched and TRAINERS[trainer].refused(["deepspeed"])
+    is_zero = bool(no_zero) and settings.get("deepspeed") == "zero3"
     if is_zero:
         del settings["deepspeed"]
     if length_tokens is not None:
@@ -263,9 +264,9 @@ def prediction_of(
     replayed, notes = sum(cell.replayed is not None for cell in cells), told.pop("notes")
     amount, price = told.pop("amount", None), told.pop("price", None)
     if told["method"] == "trace":
-        known = TRACED_ACCURACY
+        errors = TRACED_ACCURACY
     else:
-        known = accuracy(question, trainer, replayed, told["calibration"])
+        errors = accuracy(question, trainer, replayed, told["calibration"])
         if not is_one_length:
             native = at_native(question, memory_limit, trainer, told["calibration"])
         if MEMORY[trainer].replay is not None:
@@ -282,7 +283,7 @@ def prediction_of(
         margin_bytes=question.margin_bytes,
         cells=cells,
         native=native,
-        accuracy=known,
+        accuracy=errors,
         notes=notes,
         **told,
     )

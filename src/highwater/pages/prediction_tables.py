@@ -584,7 +584,7 @@ def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPredicti
             for n, (one, e) in enumerate(pairwise(shown), 1)
             if e.cell not in ends
         ]
-        del shown[min(gains, default=(0, 0, 0))[-1]]
+        del shown[min(gains)[-1] if gains else 0]  # else the first, which gains on none before it
     return shown
 
 

@@ -71,7 +71,7 @@ def _sentences(study: Study, answer: CellAnswer) -> str:
             plainly = settings_in_words(simple.cell.settings, simple.cell.layout)
             shorter = f" With {plainly} {format_tokens(simple.reach_tokens or 0)}."
             return f"{trained(answer, *known)}{shorter}"
-        longest, device = f"{_least(question, answer)}{format_tokens(reach)}", question.device
+        longest, device = f"{_or_longer(question, answer)}{format_tokens(reach)}", question.device
         is_alike = answer.cell.layout.gpus == simple.cell.layout.gpus
         by = f" with {how}" if is_alike else f": {answer.cell.label_on(device)}"
         figures = _sentence(left(answer.headroom_bytes), *known)
@@ -287,13 +287,14 @@ def proven_lengths(question: Question, answer: CellAnswer) -> tuple[str, str]:
     """Texts of the length trained in full and of the memory-only one. ``≥`` is before the longer
     one if no longer length was tried although one could be.
     """
-    least, trained = _least(question, answer), capacity_text(question, answer)
+    or_longer, trained = _or_longer(question, answer), capacity_text(question, answer)
     if answer.memory_only is None:
-        return f"{least}{trained}", "-"
-    return trained, f"{least}{memory_only_text(question, answer)}"
+        return f"{or_longer}{trained}", "-"
+    return trained, f"{or_longer}{memory_only_text(question, answer)}"
 
 
-def _least(question: Question, answer: CellAnswer) -> str:
+def _or_longer(question: Question, answer: CellAnswer) -> str:
+    """``≥`` if no longer length failed although one could be tried; else empty."""
     native, is_end = question.model.shape.native_length_tokens, answer.limit == "ceiling"
     is_last = is_end and answer.reach_tokens == native  # as for a model with a scaling of its own
     return "≥" if answer.is_at_least and not is_last else ""

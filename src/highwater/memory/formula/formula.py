@@ -134,16 +134,16 @@ def _states(step: Step) -> _States:
     settings = step.settings
     shards = step.layout.shard_degree
     states_bytes = device_state_bytes(step.shape, settings, device=step.device, shards=shards)
-    whole_bytes = states_bytes // shards
+    own_bytes = states_bytes // shards
     is_offloaded = settings.offloads_model and step.device == "cuda"
-    all_bytes = 0
+    late_bytes = 0
     if is_offloaded and settings.strategy == "fsdp":
-        all_bytes = whole_bytes
+        late_bytes = own_bytes
     elif not settings.keeps_gradients:
-        all_bytes = gradient_bytes(step.shape, settings, shards=shards) // shards
+        late_bytes = gradient_bytes(step.shape, settings, shards=shards) // shards
     return _States(
-        lasting_bytes=whole_bytes - all_bytes,
-        coming_bytes=all_bytes // settings.trained_models,
+        lasting_bytes=own_bytes - late_bytes,
+        coming_bytes=late_bytes // settings.trained_models,
         parameters=trained_parameters(step.shape, settings),
     )
 
@@ -241,7 +241,8 @@ def _cached_bytes(step: Step, states: _States, phases: tuple[Phase, ...]) -> int
     peak_bytes = max(each.bytes for each in phases)
     late_bytes = 0  # of gradients on their own stream, which cannot use what activations leave
     if states.coming_bytes:
-        before_they_come = max(each.bytes for each in phases[:2])
+        loss, last_backward = phases[:2]  # or, frozen on several GPUs, the gathering and the loss
+        before_they_come = max(loss.bytes, last_backward.bytes)
         late_bytes = max(0, before_they_come + states.coming_bytes - peak_bytes)
     if step.settings.strategy == "fsdp":
         return _of_fsdp1(step) * step.settings.trained_models + late_bytes

@@ -71,7 +71,7 @@ class Step:
     """Tokens of a sequence that are not trained; at most half of the sequence counts."""
 
     @property
-    def documents(self) -> int:
+    def sequences(self) -> int:
         """Number of sequences in a micro-batch, which the GPUs of one group share."""
         degree = self.layout.context_degree
         return max(1, self.settings.sequences(self.length_tokens, context_degree=degree))
@@ -79,14 +79,14 @@ class Step:
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one GPU; a sequence is split in equal parts, with padding."""
-        return -(-self.documents * self.length_tokens // self.layout.context_degree)
+        return -(-self.sequences * self.length_tokens // self.layout.context_degree)
 
     @property
     def trained_tokens(self) -> int:
         """Trained tokens among ``tokens``: in a ring, only the first rank has a prompt's."""
         layout = self.layout
-        whole = self.documents // layout.context_degree if layout.ring_degree == 1 else 0
-        return self.tokens - min(self.prompt_tokens, self.length_tokens // 2) * whole
+        prompts = self.sequences // layout.context_degree if layout.ring_degree == 1 else 0
+        return self.tokens - min(self.prompt_tokens, self.length_tokens // 2) * prompts
 
     @property
     def element_bytes(self) -> int:
@@ -200,10 +200,10 @@ class Layer:
     def tile(self) -> int:
         """Elements of one matrix product's output in a tile of the MLP."""
         step = self.step
-        whole, tiles = step.tokens * self.kind.mlp.plain_width, step.settings.mlp_tiles
+        elements, tiles = step.tokens * self.kind.mlp.plain_width, step.settings.mlp_tiles
         if tiles is not None:
-            return -(-whole // tiles)
-        return min(whole, TILE_BYTES[step.device] // step.element_bytes)
+            return -(-elements // tiles)
+        return min(elements, TILE_BYTES[step.device] // step.element_bytes)
 
     @property
     def expert_tokens(self) -> int:
@@ -267,7 +267,7 @@ class Layer:
         )
         of_scores = score_products(
             self.kind.attention,
-            documents=step.documents,
+            documents=step.sequences,
             length_tokens=step.length_tokens,
             attended_key=self.attended_key,
             degree=step.layout.ulysses_degree,
@@ -554,10 +554,10 @@ def _mlp_moments(layer: Layer, beside: int) -> tuple[int, ...]:
         step.element_bytes * count * layer.trained_mlp_parameters // 3 for _, _, count in moments
     )
     # a packed weight is unpacked for a product of T x E, and not while gates go backward
-    whole = (layer.unpacked_bytes if of_hidden else 0 for of_hidden, _, _ in moments)
+    unpacked_weights = (layer.unpacked_bytes if of_hidden else 0 for of_hidden, _, _ in moments)
     return tuple(
-        step.tokens * max(0, beside + step.element_bytes * numbers) + size + unpacked
-        for numbers, size, unpacked in zip(per_token, weights, whole, strict=True)
+        step.tokens * max(0, beside + step.element_bytes * elements) + size + unpacked
+        for elements, size, unpacked in zip(per_token, weights, unpacked_weights, strict=True)
     )
 
 
