@@ -88,9 +88,7 @@ class DataLengths(Record, frozen=True, kw_only=True):
 
     @property
     def enough(self) -> KeptLength:
-        """The shortest length that keeps 95 % of the tokens, if it trains; else the longest that
-        trains.
-        """
+        """Shortest length with 95 % of the tokens, if it trains; else the longest that trains."""
         found = next(each for each in self.lengths if each.kept_tokens >= 0.95 * self.tokens)
         trained = [each for each in self.lengths if each.trained]
         return trained[-1] if trained and found not in trained else found

@@ -100,9 +100,7 @@ def answer_page(sentence: str, *tables: TextTable, noted: Sequence[str] = ()) ->
 
 
 def answer_json(document: object, code: int = EXIT_ANSWERED, *, noted: Sequence[str] = ()) -> int:
-    """Print the one document that is the answer, as JSON in stdout's encoding, after its notes on
-    stderr; the exit code.
-    """
+    """Print the document that is the answer, as JSON, after notes on stderr; the exit code."""
     notes(noted)
     text = plain_json(to_json(document, indent=2))
     try:

@@ -264,7 +264,7 @@ def _predicting_trainer(
     """
     own = TARGETS[arguments.for_].predicted_for
     may_be_on_host = settings.get("activations") in ("auto", "host")
-    if REGISTRY[own].trains_by is None and not may_be_on_host:  # few memory laws cover that
+    if REGISTRY[own].trains_by is None and not may_be_on_host:  # few formulas cover that
         return own
     with suppress(HighwaterError):
         gpus = gpus_meant(arguments.cluster, arguments.gpu_memory)

@@ -197,9 +197,7 @@ else:
 
 
 class Request(_WithSettings, frozen=True, kw_only=True):
-    """A search for the longest context that trains. Sizes as "80GiB", lengths as "32k", times as
-    "40m".
-    """
+    """A search for the longest context that trains: sizes "80GiB", lengths "32k", times "40m"."""
 
     # It has every field of Settings, of Hyperparameters and of RolloutRequest, too: read them as
     # `settings`, `hyperparameters` and `rollout_request`

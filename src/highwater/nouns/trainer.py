@@ -68,9 +68,9 @@ class Registered(NamedTuple):
     module: str
     """Name of its module, below ``highwater.trainers``."""
     trains_by: TrainerName | None = None
-    """The trainer whose step it composes, by whose law its memory is predicted. None: its own."""
+    """The trainer whose step it runs, by whose formula its memory is predicted. None: its own."""
     runs: str = ""
-    """Words on runs of it that were compared with that law; empty: no run was measured."""
+    """Words on runs that were compared with that formula; empty: no run was measured."""
     lacks: frozenset[str] = frozenset()
     """Settings of that step for which its own configuration has no words."""
     trained: str = ""
@@ -151,7 +151,7 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     is_run: bool
     """True if its trials can run here. If not, no trial of ours says anything about it."""
     is_watched: bool = False
-    """True if its trials are watched from outside: a foreign trainer whose memory law is known."""
+    """True if its trials are watched from outside: a foreign trainer with a memory formula."""
     settings: frozenset[str] | None = None
     """The fields of ``Request`` that may be named for it: what its memory depends on, the grid of
     lengths, and what takes no memory. None: every field."""
@@ -362,7 +362,7 @@ def foreign_name(name: str) -> ForeignName | None:
 
 
 _INSTEAD: Mapping[str, str] = {
-    "dry_run": "leave `--dry-run` out: trials alone tell, or laws of some trainers in predict",
+    "dry_run": "leave `--dry-run` out: trials alone tell, or formulas of some in predict",
     "trainer_config": "name the file in the command itself, as one of its words",
     "command": "leave `--command` out, or use `--trainer command`",
     "rollout": "leave `rollout` out: `highwater predict` says what one takes, and no trial has any",

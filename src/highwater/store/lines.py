@@ -310,9 +310,7 @@ class JournalContent:
         self._expectations: dict[Cell, Expectation] = {}
 
     def add(self, line: Line) -> None:
-        """Add one line; a restarted trial keeps its place. Raises ValueError for the end of a trial
-        that never started.
-        """
+        """Add one line; a restarted trial keeps its place. ValueError: an end without a start."""
         match line:
             case OpenedLine():
                 self.opened = line

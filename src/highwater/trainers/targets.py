@@ -62,8 +62,8 @@ class EmitTarget:
     """Things that the files leave to the user, for the page of things to check."""
     predicted_for: TrainerName
     """The trainer whose step is predicted: its own if ``is_step_of`` says so (this engine, if its
-    own law does not cover the question), else one to compare with: verl's actor for trainers with
-    GRPO in whole logits, or this engine."""
+    own formula does not cover the question), else one to compare with: verl's actor for trainers
+    with GRPO in whole logits, or this engine."""
     package: str | None = None
     """Name of the trainer's package; None: the target's name."""
     is_in_guides: bool = True

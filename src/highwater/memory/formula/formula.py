@@ -300,9 +300,7 @@ def _of_fsdp1(step: Step) -> int:
 
 
 def _whole_root(step: Step, *, has_head: bool) -> int:
-    """Parameters of FSDP's root unit: embedding, head (if ``has_head`` and not tied), and the
-    layers' own embeddings.
-    """
+    """Parameters of FSDP's root: embedding, head (``has_head``, untied), layers' embeddings."""
     own = sum(each.rows * each.row_size for each in step.shape.layer_tables)
     return step.table_size * (2 if has_head and not step.shape.tied_embeddings else 1) + own
 
