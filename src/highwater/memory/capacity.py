@@ -89,7 +89,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
 
     @property
     def likely_edge_tokens(self) -> int:
-        """``likely_tokens``; for files written without that field, the capacity."""
+        """``likely_tokens``, or the capacity in prediction files that lack that field."""
         return self.capacity_tokens if self.likely_tokens is None else self.likely_tokens
 
     @property

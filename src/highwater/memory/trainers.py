@@ -81,7 +81,7 @@ class TrainerMemory:
 
 
 def _composed(memory: TrainerMemory, name: str) -> TrainerMemory:
-    """Memory of ``name``, which runs another trainer's step, with residuals of its own trials."""
+    """``memory`` of another trainer, whose step ``name`` runs, with ``name``'s own residuals."""
     taught = partial(study_residuals, trainer=cast(TrainerName, name), formula=memory.formula)
     return replace(memory, learn=taught)
 

@@ -246,7 +246,7 @@ def _qkv_biases(kind: LayerKind) -> int:
 
 
 def _softmax(kind: LayerKind) -> bool:
-    """True for softmax attention: a delta rule has no biases and no norms of heads."""
+    """True for softmax attention, False for a delta rule, without biases and head norms."""
     return kind.attention.delta is None
 
 

@@ -12,7 +12,7 @@ Source of the 8-bit moments' sizes: torchao 0.18, ``optim/subclass_8bit.py`` and
 of the method: Dettmers et al., https://arxiv.org/abs/2110.02861.
 
 LoRA: small trained matrices beside the frozen ones of a model (Hu et al.,
-https://arxiv.org/abs/2106.09685), what they are put beside, and how many numbers they are.
+https://arxiv.org/abs/2106.09685), the layers that get them, and their sizes.
 
 A linear layer of I inputs and O outputs gets A, of rank x I, and B, of O x rank: it returns
 ``W x + alpha / rank * B A x``.

@@ -83,7 +83,7 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
     """Seed of ``random``'s draws."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an unknown pattern, and for numbers out of range."""
+        """Raise UsageError for an unknown pattern, and for a field out of its range."""
         check_word("pattern_type", self.pattern_type, get_args(PatternType))
         self._check_ratio()
         for name, least in _LEAST.items():

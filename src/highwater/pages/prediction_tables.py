@@ -284,7 +284,7 @@ def _where(found: Prediction | Recommendation, target: str | None = None) -> str
 
 
 def _how_many(alternatives: Sequence[Alternative], gpus: int) -> str:
-    """Text on how many GPUs suffice, if one was asked about, as without a number; else empty."""
+    """Text on how many GPUs suffice, if ``gpus`` is 1, as without a number; else empty."""
     return next((plain(each.how_many) for each in alternatives if gpus == 1 and each.how_many), "")
 
 

@@ -99,7 +99,7 @@ class Bracket:
     def contradictions(
         self, packed_tokens: Callable[[int], int] = lambda index: index
     ) -> tuple[Contradiction, ...]:
-        """Pair each failed index with the nearest fit, from there on, of as many tokens or more."""
+        """Pair each failed index with the nearest fit, from there on, with no fewer tokens."""
         return contradictions(self._fit, self._failed, packed_tokens)
 
     @property

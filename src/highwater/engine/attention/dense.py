@@ -5,7 +5,7 @@ no document sees another, no mask is built, and nothing quadratic is stored. In 
 all but the last layers attend within short pieces of documents: the same kernel, the same buffers,
 linear time (docs/decisions/006).
 
-Sinks are learned numbers, one for each query head. They take part in the softmax beside the keys
+Sinks are learned scalars, one for each query head. They take part in the softmax beside the keys
 but add no value, so the output is multiplied by the keys' share of the sum. In the backward pass a
 kernel needs no change: it is given the output and the log-sum-exp with the sink included.
 

@@ -72,7 +72,7 @@ class DataRecord(NamedTuple):
         return float(value)
 
     def ids(self, name: str, value: Any, *, vocab_size: int) -> NDArray[np.int64]:
-        """Return ``value``, of field ``name``, as token ids; UsageError for other numbers."""
+        """Return ``value``, of field ``name``, as token ids; UsageError for any out of range."""
         ids = self._numbers(name, value)
         if ids.size and ids.dtype.kind not in "iu":
             raise self.wrong(name, value, "a list of whole numbers", "`[1, 2, 3]`")

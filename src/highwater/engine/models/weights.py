@@ -7,8 +7,8 @@ make it another model. transformers' own table (``conversion_mapping.py``) tells
 renamed, and which experts one tensor joins; here a tensor of one expert is called
 ``experts.3.gate_proj.weight``, ``up_proj`` or ``down_proj``, whatever the file calls it.
 
-Shapes, of MXFP4:  X experts  I inputs  O outputs  G groups of 32 numbers  B 16 bytes of two
-                   numbers each
+Shapes, of MXFP4:  X experts  I inputs  O outputs  G groups of 32 elements  B 16 bytes of two
+                   elements each
 """
 
 import pickle

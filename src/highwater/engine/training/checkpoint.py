@@ -81,7 +81,7 @@ def load_sharded(
 
     The saving run may have had another number of ranks or copies, the other FSDP strategy, or
     moments in host memory. Only 8-bit moments may be refused on another number of shards, if their
-    blocks of 256 numbers would be cut. Learning rates and other options are not loaded.
+    blocks of 256 elements would be cut. Learning rates and other options are not loaded.
 
     Each rank reads only the elements that it holds, one saved piece (a rank's part of a tensor) at
     a time on the host. Raises UsageError for another model's checkpoint, and for a damaged one.

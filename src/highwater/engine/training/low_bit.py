@@ -1,5 +1,5 @@
 """AdamW with low-bit moments, in float32 arithmetic: 8 bits as torchao keeps them (codes with a
-scale for each block of 256 numbers), or bfloat16.
+scale for each block of 256 elements), or bfloat16.
 
 Only what is written back is rounded, at every update: each moment, and a parameter in bfloat16. An
 8-bit moment is rounded to the nearest of 256 values times the largest of its block. A bfloat16
@@ -192,7 +192,7 @@ def _piece(tensor: Tensor, start: int, end: int) -> Tensor:
 
 @contextmanager
 def seeded(device: torch.device, *numbers: int) -> Generator[None]:
-    """Context manager: seed a device's generator by ``numbers``, and restore it afterwards."""
+    """Context manager: seed a device's generator from ``numbers``, and restore it afterwards."""
     # The CPU's generator reads only the lower half of a seed: hash all numbers into that.
     seed = int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
     devices = [device] if device.type == "cuda" else []

@@ -22,8 +22,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
 def hand_over_earlier_keys(causal_lm: PreTrainedModel) -> None:
-    """Change the class of a backbone whose layers read earlier layers' keys, in place, so that it
-    passes keys as described above. Parameters keep their names, and results stay the same.
+    """Change the class of a backbone whose layers read earlier layers' keys, in place: it then
+    keeps only keys that a later layer reads. Parameters keep their names, results stay equal.
     """
     backbone: Any = getattr(causal_lm, causal_lm.base_model_prefix)
     if hasattr(backbone, "project_per_layer_inputs"):
