@@ -66,6 +66,13 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     """Return all files that hold the weights; empty if there are none. Raises ModelError for an
     index that names missing files, and for weights that are unreadable or not a whole model's.
     """
+    adapters = ("adapter_config.json", "adapter_model.safetensors")
+    found = [path.name for path in _files(directory) if path.name in adapters]
+    if found:
+        raise ModelError(
+            f"{directory} holds an adapter ({found[0]}), which changes the model beside it",
+            hint="merge it with PEFT's merge_and_unload(), save the model, and give that directory",
+        )
     for name in (
         "model.safetensors",
         "model.safetensors.index.json",
@@ -73,13 +80,23 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         "pytorch_model.bin.index.json",
     ):
         if (directory / name).is_file():
-            _refuse_adapter(directory)
             return _indexed(directory / name) if name.endswith(".json") else (directory / name,)
     shards = sorted(path for path in _files(directory) if _SHARD.fullmatch(path.name))
     if shards:
-        _refuse_adapter(directory)
         return _all_of(shards)
-    _refuse_what_is_no_model(directory)
+    kinds = (
+        *("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*"),
+        *("*.gguf", "tf_model*.h5", "*.msgpack"),
+    )
+    unread = sorted(path.name for kind in kinds for path in _files(directory, kind))
+    if unread:  # random weights would be trained in their place
+        raise ModelError(
+            f"{directory} has weights that are not in Hugging Face's files: "
+            f"{', '.join(unread[:3])}",
+            hint="save the model with transformers' save_pretrained, which writes "
+            "model.safetensors, and give that directory; a copy of config.json alone trains "
+            "random weights",
+        )
     return ()
 
 
@@ -206,33 +223,6 @@ def _all_of(shards: Sequence[Path]) -> tuple[Path, ...]:
             hint="download the model again, all of its files",
         )
     return tuple(shards)
-
-
-def _refuse_adapter(directory: Path) -> None:
-    adapters = ("adapter_config.json", "adapter_model.safetensors")
-    found = next((path.name for path in _files(directory) if path.name in adapters), None)
-    if found is not None:
-        raise ModelError(
-            f"{directory} holds an adapter ({found}), which changes the model beside it",
-            hint="merge it with PEFT's merge_and_unload(), save the model, and give that directory",
-        )
-
-
-def _refuse_what_is_no_model(directory: Path) -> None:
-    """Raise ModelError for weights that are not read: random weights would be trained instead."""
-    _refuse_adapter(directory)
-    kinds = (
-        *("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*"),
-        *("*.gguf", "tf_model*.h5", "*.msgpack"),
-    )
-    found = sorted(path.name for kind in kinds for path in _files(directory, kind))
-    if found:
-        raise ModelError(
-            f"{directory} has weights that are not in Hugging Face's files: {', '.join(found[:3])}",
-            hint="save the model with transformers' save_pretrained, which writes "
-            "model.safetensors, and give that directory; a copy of config.json alone trains "
-            "random weights",
-        )
 
 
 def _files(directory: Path, pattern: str = "*") -> list[Path]:

@@ -273,8 +273,28 @@ def is_ddp(cell: Cell) -> bool:
 
 def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
     """The user's files ``base``, changed for a trial. Raises UsageError if either rules it out."""
-    _refuse_untried(trainer, launched)
-    _refuse_base(trainer, base)
+    length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
+    refuse_unlaunched(launched.spec, name=trainer.words.name)
+    trainer.refuse(launched)
+    if length_tokens % multiple:
+        near_tokens = length_tokens + -length_tokens % multiple
+        raise UsageError(
+            f"{trainer.words.name} pads each batch to a multiple of {multiple} tokens, and "
+            f"{format_tokens(length_tokens)} are none",
+            hint=f"use `--length {near_tokens}`; of a search `--start-length {near_tokens} "
+            f"--resolution {multiple}` or multiples of them",
+        )
+    for name, hint in trainer.refused.items():
+        value = base.config.get(name)
+        if value and (value is True or value != 1):  # a degree of 1 shares nothing
+            raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
+    for name, meant in trainer.trains.items():
+        value = base.config.get(name, meant)
+        if value != meant:
+            raise UsageError(
+                f"{base.source} has {name}: {value}, and trials are of {name}: {meant}",
+                hint=f"leave `{name}` out, or start it by `--trainer command`",
+            )
     emitted = _emitted(trainer, launched)
     left = [name for name in base.config if _is_one(name, trainer.left_out)]
     kept = {name: value for name, value in base.config.items() if name not in left}
@@ -297,35 +317,6 @@ def of_recomputation(launched: FinetunerTrial, base: OwnFile) -> bool:
     if name in base.config and "recompute" not in launched.spec.settings.named:
         return bool(base.config[name])
     return launched.is_on_cpu and launched.spec.settings.recompute != "none"
-
-
-def _refuse_untried(trainer: Finetuner, launched: FinetunerTrial) -> None:
-    length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
-    refuse_unlaunched(launched.spec, name=trainer.words.name)
-    trainer.refuse(launched)
-    if length_tokens % multiple:
-        near_tokens = length_tokens + -length_tokens % multiple
-        raise UsageError(
-            f"{trainer.words.name} pads each batch to a multiple of {multiple} tokens, and "
-            f"{format_tokens(length_tokens)} are none",
-            hint=f"use `--length {near_tokens}`; of a search `--start-length {near_tokens} "
-            f"--resolution {multiple}` or multiples of them",
-        )
-
-
-def _refuse_base(trainer: Finetuner, base: OwnFile) -> None:
-    """Raise UsageError for a field in the user's file that a trial cannot take over."""
-    for name, hint in trainer.refused.items():
-        value = base.config.get(name)
-        if value and (value is True or value != 1):  # a degree of 1 shares nothing
-            raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
-    for name, meant in trainer.trains.items():
-        value = base.config.get(name, meant)
-        if value != meant:
-            raise UsageError(
-                f"{base.source} has {name}: {value}, and trials are of {name}: {meant}",
-                hint=f"leave `{name}` out, or start it by `--trainer command`",
-            )
 
 
 def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from highwater.trainers.foreign import (
     write_files,
 )
 from highwater.trainers.logs import steps_of
-from highwater.trainers.trl.words import COMMANDS, VERSION, refuse_other_sharing, trl_values
+from highwater.trainers.trl.words import COMMANDS, VERSION, refuse_untrainable, trl_values
 
 CONFIG = "trl.yaml"
 _PROGRAM = "trl"
@@ -101,7 +101,8 @@ def refuse_untried(spec: TrialSpec, shape: ModelShape) -> None:
 
 def refuse_unwritten(spec: TrialSpec, shape: ModelShape) -> None:
     """Raise UsageError for settings that no configuration of TRL can express."""
-    refuse_other_sharing(Cell(settings=spec.settings, layout=spec.layout), shape)
+    cell = Cell(settings=spec.settings, layout=spec.layout)
+    refuse_untrainable(cell, shape, has_ulysses=False)
     if spec.settings.holds_logits:
         raise UsageError(
             f"the losses of TRL {VERSION} are computed in tiles, and never hold whole logits",

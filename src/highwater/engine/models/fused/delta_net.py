@@ -183,21 +183,15 @@ def fuse_delta_nets(causal_lm: PreTrainedModel, attention: Attention) -> None:
                 _prove(theirs, causal_lm.config)
                 proven.add(type(theirs))
             ours = GatedDeltaNet(theirs, attention)
-            _refuse_shared(ours, causal_lm.config.model_type)
+            shared, heads = ours.attention.shared, ours.heads.key_heads
+            degree = 1 if shared.ulysses is None else dist.get_world_size(shared.ulysses)
+            if heads % degree:
+                raise ModelError(
+                    f"{degree} ranks do not share the {heads} key heads of linear attention of a "
+                    f"{causal_lm.config.model_type}",
+                    hint=f"use `--ulysses` with a divisor of {heads}",
+                )
             setattr(parent, name, ours)
-
-
-def _refuse_shared(ours: GatedDeltaNet, family: str) -> None:
-    """Raise ModelError if the Ulysses degree does not divide the layer's key heads."""
-    shared, heads = ours.attention.shared, ours.heads.key_heads
-    if shared.ulysses is not None:
-        degree = dist.get_world_size(shared.ulysses)
-        if heads % degree:
-            raise ModelError(
-                f"{degree} ranks do not share the {heads} key heads of linear attention of a "
-                f"{family}",
-                hint=f"use `--ulysses` with a divisor of {heads}",
-            )
 
 
 def _prove(theirs: nn.Module, config: PreTrainedConfig) -> None:
