@@ -20,7 +20,6 @@ from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
 from highwater.nouns.hardware import kernels
 from highwater.nouns.objective import RolloutRequest
-from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.request import TOPICS, request_from
 from highwater.nouns.study import Question
 from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName
@@ -78,8 +77,7 @@ def predict(
     which PyTorch's memory viewer opens: every allocation of the cell that ``explained`` names.
     Raises HighwaterError for what cannot be asked.
     """
-    refuse_unknown_family(found := load_model(model))
-    refuse_other_class(found, trainer)
+    refuse_unknown_family(load_model(model))
     _refuse_method(trainer, exact, timeline, calibrate_with, constants)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     if exact and trainer != OURS and (where.gpus > 1 or calibrate_with):

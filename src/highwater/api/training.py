@@ -145,6 +145,7 @@ def prepare_training(
     if before is not None and is_done and before.steps == spec.steps:
         spec = spec.replace(model_directory=before.model_directory)
     else:
+        # room for two checkpoints, the best one, and the model
         saved = trial.settings.replace(checkpoint="sharded", save_hf="last")
         needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
         checkpoints = max(1, 2 + bool(asked.eval_data) - len(folder.checkpoint_steps()))

@@ -121,7 +121,8 @@ def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
         )
     # only gpt-oss: files do not say how another family's blocks are laid out
     is_mxfp4 = method == MXFP4 and config.get("model_type") == "gpt_oss"
-    refuse_quantised_tensor(_quantised_tensor(_versions(directory), is_mxfp4=is_mxfp4), directory)
+    dtypes = {name: tensor.dtype for name, tensor in _tensors(_versions(directory)).items()}
+    refuse_quantised_tensors(dtypes, directory, is_mxfp4=is_mxfp4)
 
 
 def configured_method(config: Mapping[str, Any], source: Path) -> str | None:
@@ -141,9 +142,11 @@ def configured_method(config: Mapping[str, Any], source: Path) -> str | None:
     return None
 
 
-def quantised_tensor(dtypes: Mapping[str, str], *, is_mxfp4: bool) -> str | None:
-    """Say what shows that tensors are quantised, by their names and dtypes (as in safetensors);
-    None if nothing does. With ``is_mxfp4``, pairs of blocks and scales are ignored.
+def refuse_quantised_tensors(
+    dtypes: Mapping[str, str], directory: Path, *, is_mxfp4: bool = False
+) -> None:
+    """Raise ModelError for quantised tensors, by their names and dtypes (as in safetensors). With
+    ``is_mxfp4``, pairs of blocks and scales are ignored.
     """
     for name, dtype in dtypes.items():
         if is_mxfp4 and _has_partner(name, dtypes):
@@ -153,17 +156,11 @@ def quantised_tensor(dtypes: Mapping[str, str], *, is_mxfp4: bool) -> str | None
         if mark is None and dtype.startswith(_NARROW) and not name.endswith("bias"):
             mark = f"numbers of dtype {dtype}"
         if mark is not None:
-            return f"{mark}: they hold {name}"
-    return None
-
-
-def refuse_quantised_tensor(found: str | None, directory: Path) -> None:
-    """Raise ModelError if ``quantised_tensor`` found anything."""
-    if found is not None:
-        raise ModelError(
-            f"the weights in {directory} are quantised ({found}) and cannot be trained as they are",
-            hint=_UNQUANTISED,
-        )
+            raise ModelError(
+                f"the weights in {directory} are quantised ({mark}: they hold {name}) and cannot "
+                "be trained as they are",
+                hint=_UNQUANTISED,
+            )
 
 
 def unties(directory: Path) -> bool:
@@ -292,12 +289,6 @@ def _has_partner(name: str, dtypes: Mapping[str, str]) -> bool:
         if name.endswith(end):
             return dtypes[name] == dtypes.get(name.removesuffix(end) + other) == "U8"
     return False
-
-
-@lru_cache(maxsize=16)
-def _quantised_tensor(files: tuple[tuple[Path, int, int], ...], *, is_mxfp4: bool) -> str | None:
-    dtypes = {name: tensor.dtype for name, tensor in _tensors(files).items()}
-    return quantised_tensor(dtypes, is_mxfp4=is_mxfp4)
 
 
 @lru_cache(maxsize=16)

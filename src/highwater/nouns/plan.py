@@ -242,8 +242,8 @@ def plan(
         request = request.replace(memory=cpu_memory(request, machine))
     of_memory = memory_notes(asked, device, request.memory_bytes)
     foreign = foreign_of(request)
+    refuse_other_class(model, trainer if foreign is None else foreign.trainer)
     if foreign is not None:
-        refuse_other_class(model, foreign.trainer)
         planned = _foreign_plan(request, machine, model, device, foreign)
         return planned.replace(notes=(*of_memory, *planned.notes))
     _refuse_attention(request, model, device)

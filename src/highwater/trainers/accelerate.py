@@ -42,7 +42,6 @@ from highwater.trainers.foreign import (
     OUTPUT,
     TRIAL_FIELDS,
     ForeignCommand,
-    HasFlash,
     TrialFiles,
     TrialHome,
     TrialStart,
@@ -452,10 +451,6 @@ def _prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Forei
     )
 
 
-def _check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:  # noqa: ARG001
-    return _launcher_file(spec, foreign).notes
-
-
 def _launcher_file(spec: TrialSpec, foreign: ForeignTrainer) -> TrialFiles:
     own = own_file(foreign, "name the file that `accelerate config` wrote")
     shape = load_model(spec.model_directory).shape
@@ -474,7 +469,9 @@ TRIED = ForeignTraits(
     | SHARED
     | {"command", "trainer_config", "strategy", "recompute", "offload"},
 )
-TRIAL = TrialStart(_prepare, _check, _opens_model)
+TRIAL = TrialStart(
+    _prepare, lambda spec, foreign, _: _launcher_file(spec, foreign).notes, _opens_model
+)
 TARGET = EmitTarget(
     file=FILE,
     emit=accelerate,

@@ -170,7 +170,7 @@ class Finetuner(ABC):
     ) -> Emitted:
         """Make a whole file, but for the data. Raises UsageError for settings it cannot express."""
         cell = chosen.cell
-        self.refuse_untrainable(cell)
+        self.refuse(cell)
         shape = shape_here(found, model_path)
         training = FineTuning(cell, found.length_tokens, model_path, found.yarn, shape)
         values: dict[str, Any] = {**self.values(training)}
@@ -194,8 +194,10 @@ class Finetuner(ABC):
             beside=self.beside(training),
         )
 
-    def refuse_untrainable(self, cell: Cell) -> None:
-        """Raise UsageError for an objective, a layout or an optimizer that the trainer lacks."""
+    def refuse(self, cell: Cell, launched: FinetunerTrial | None = None) -> None:  # noqa: ARG002
+        """Raise UsageError for an objective, a layout or an optimizer that the trainer lacks, in a
+        file that is emitted, or else in a trial.
+        """
         words, has_copies = self.words, self.has_copies or is_ddp(cell)
 
         def obstacle(objective: Objective, layout: Layout) -> str | None:
@@ -243,10 +245,6 @@ class Finetuner(ABC):
     def command(self, training: FineTuning) -> str:
         """The command that starts the emitted training."""
 
-    def refuse(self, launched: FinetunerTrial) -> None:
-        """Raise UsageError for settings of a trial that the trainer lacks."""
-        self.refuse_untrainable(launched.cell)
-
     def environment(self, launched: FinetunerTrial) -> Mapping[str, str]:  # noqa: ARG002
         """Environment variables of a trial, besides those of all finetuners."""
         return {}
@@ -275,7 +273,7 @@ def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> 
     """The user's files ``base``, changed for a trial. Raises UsageError if either rules it out."""
     length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
     refuse_unlaunched(launched.spec, name=trainer.words.name)
-    trainer.refuse(launched)
+    trainer.refuse(launched.cell, launched)
     if length_tokens % multiple:
         near_tokens = length_tokens + -length_tokens % multiple
         raise UsageError(
