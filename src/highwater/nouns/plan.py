@@ -372,13 +372,13 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
         )
     depth, layers = request.attention_depth, model.shape.layers
     spec = question.trial(cell, length_tokens).replace(attention_depth=depth)
+    if depth is not None and spec.settings.attention == "block_sparse":
+        raise UsageError(_NOT_IN_PIECES, hint="leave `--attention-depth` out")
     if depth is not None and depth >= layers:
         raise UsageError(
             f"an attention depth of {depth}: {model.name} has {layers} layers",
             hint="leave `--attention-depth` out to train in full",
         )
-    if depth is not None and spec.settings.attention == "block_sparse":
-        raise UsageError(_NOT_IN_PIECES, hint="leave `--attention-depth` out")
     tokens = spec.length_tokens * spec.sequences
     if depth is not None and spec.data is None and pieces(tokens, spec.device) is None:
         near = -(-spec.length_tokens // PUBLISHED_STEP_TOKENS) * PUBLISHED_STEP_TOKENS
