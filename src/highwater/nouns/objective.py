@@ -279,6 +279,20 @@ class Lora(Record, frozen=True, kw_only=True):
     base: LoraBase = "bf16"
     """Number format of the frozen model: the dtype it computes in, or NF4 in its linear layers."""
 
+    def __post_init__(self) -> None:
+        """Raise UsageError for a rank, a weight or names that cannot be."""
+        if not 1 <= self.rank <= MOST_RANK:
+            hint = f"use 1 to {MOST_RANK}: `--lora 32`"
+            raise UsageError(f"a LoRA rank of {self.rank}", hint=hint)
+        if not 0 < self.alpha < math.inf:
+            hint = f"use `--lora-alpha {self.rank}`"
+            raise UsageError(f"a LoRA alpha of {self.alpha}", hint=hint)
+        if any(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None for name in self.names or ()):
+            raise UsageError(
+                f"{self.targets!r} are no names of linear layers",
+                hint=f"use `--lora-targets {ALL_LINEAR}`, or `--lora-targets q_proj,v_proj`",
+            )
+
     @property
     def scale(self) -> float:
         """Factor that the product of both matrices, B A, is multiplied by."""
@@ -288,20 +302,6 @@ class Lora(Record, frozen=True, kw_only=True):
     def names(self) -> tuple[str, ...] | None:
         """Names of the linear layers with an adapter; None: every one."""
         return None if self.targets == ALL_LINEAR else tuple(self.targets.split(","))
-
-
-def check_lora(lora: Lora) -> None:
-    """Raise UsageError for a rank, a weight or names that cannot be."""
-    if not 1 <= lora.rank <= MOST_RANK:
-        raise UsageError(f"a LoRA rank of {lora.rank}", hint=f"use 1 to {MOST_RANK}: `--lora 32`")
-    if not 0 < lora.alpha < math.inf:
-        raise UsageError(f"a LoRA alpha of {lora.alpha}", hint=f"use `--lora-alpha {lora.rank}`")
-    names = lora.names or ()
-    if any(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None for name in names):
-        raise UsageError(
-            f"{lora.targets!r} are no names of linear layers",
-            hint=f"use `--lora-targets {ALL_LINEAR}`, or `--lora-targets q_proj,v_proj`",
-        )
 
 
 def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
