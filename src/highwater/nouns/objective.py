@@ -410,12 +410,11 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
             "are one parameter",
             hint=f"use `--lora-targets {','.join((*ATTENTION, *of_experts))}`",
         )
-    if shape.model_type not in _USUAL_NAMES:
-        return
     known = {name for run in shape.runs for name in _sizes(run.kind, shape.model_type)}
     known |= {*of_experts, *((_OUTSIDE,) if shape.layer_tables else ())}
     missing = [name for name in lora.names or () if name not in known]
-    if missing:
+    # Of a family whose names nobody read some may be another's, but one at least is ours.
+    if missing and (shape.model_type in _USUAL_NAMES or len(missing) == len(lora.names or ())):
         raise UsageError(
             f"{shape.model_type} has no linear layer {missing[0]} in its decoder layers",
             hint=f"use `--lora-targets {ALL_LINEAR}`, or names of {', '.join(sorted(known))}",
