@@ -10,7 +10,7 @@ OLDEST := .venv-oldest
 EMIT := .venv-emit-
 TRAINERS := accelerate areal axolotl llamafactory ms-swift torchtitan trinity trl verl
 
-.PHONY: check every-test demo documents docs page walk test test-all test-pages test-emit test-ray test-oldest lint types contracts install clean-venv
+.PHONY: check demo documents docs page walk test test-all test-pages test-emit test-ray test-oldest lint types contracts install clean-venv
 
 install: $(READY)
 
@@ -100,11 +100,8 @@ check: lint types contracts
 	$(PYTEST) --hypothesis-profile quick -m 'not corpus' tests/unit
 
 # Every test that needs no GPU, browser, trainer of others or Ray: a quarter of an hour on 2 cores, by three processes, as some
-# of them wait for others. Types are checked meanwhile.
+# of them wait for others. CI checks types meanwhile: `make --jobs 2 types test`.
 test: lint contracts
-	$(MAKE) --jobs 2 types every-test
-
-every-test: $(READY)
 	$(PYTEST)
 
 # Everything: properties with ten times the examples, combinations of three settings where `make test` has those of two.

@@ -20,7 +20,6 @@ from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
 from highwater.nouns.hardware import kernels
 from highwater.nouns.objective import RolloutRequest
-from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.request import TOPICS, request_from
 from highwater.nouns.study import Question
 from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName
@@ -78,11 +77,8 @@ def predict(
     file to write for PyTorch's memory viewer: all allocations of the cell ``explained``. Raises
     HighwaterError for invalid settings.
     """
-    refuse_unknown_family(found := load_model(model))
-    refuse_other_class(found, trainer)
-    is_traceable = TRAINERS[trainer].traces == "made"
-    _check_exact(exact=exact, timeline=timeline, is_traceable=is_traceable)
-    _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
+    refuse_unknown_family(load_model(model))
+    _refuse_method(trainer, exact, timeline, calibrate_with, constants)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     if exact and trainer != OURS and (where.gpus > 1 or calibrate_with):
         raise UsageError(
@@ -164,25 +160,26 @@ def predict(
     return prediction
 
 
-def _check_exact(*, exact: bool, timeline: str | Path | None, is_traceable: bool) -> None:
-    if exact and not is_traceable:
+def _refuse_method(
+    trainer: TrainerName,
+    exact: bool,
+    timeline: str | Path | None,
+    calibrate_with: Sequence[str | Path],
+    constants: str | Path | None,
+) -> None:
+    """Raise UsageError for ways to predict that a trainer's step does not have."""
+    traits = TRAINERS[trainer]
+    if exact and traits.traces != "made":
         raise UsageError(
             "what is traced are this engine's own steps, with its own optimizers",
             hint="leave `--exact` out, or `--trainer`",
         )
-    if timeline is None:
-        return
-    if not exact:
-        raise UsageError("a timeline is drawn from a trace", hint="add `--exact`")
-    from highwater.store.directory import check_new_file
+    if timeline is not None:
+        if not exact:
+            raise UsageError("a timeline is drawn from a trace", hint="add `--exact`")
+        from highwater.store.directory import check_new_file
 
-    check_new_file(Path(timeline), flag="--timeline", name="timeline.pickle")
-
-
-def _check_trainer(
-    trainer: TrainerName, *, calibrate_with: Sequence[str | Path], constants: str | Path | None
-) -> None:
-    traits = TRAINERS[trainer]
+        check_new_file(Path(timeline), flag="--timeline", name="timeline.pickle")
     for is_refused, what in (
         (calibrate_with and MEMORY[trainer].learn is None, "trials of"),
         (constants is not None and traits.traces != "made", "constants as measured for"),

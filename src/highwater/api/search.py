@@ -122,13 +122,6 @@ def prepare_trial(request: Request, length: int | str) -> TrialSpec:
         spec = spec.replace(settings=cell.settings)
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
     check_directories(request, spec.settings, spec.device)
-    _check_host_memory(spec)
-    check_foreign([spec])
-    return spec
-
-
-def _check_host_memory(spec: TrialSpec) -> None:
-    """Raise UsageError for a trial that takes more host memory than ``--host-memory``."""
     most_bytes, needed_bytes = spec.host_memory_bytes, host_bytes(spec)
     if most_bytes is not None and needed_bytes > most_bytes:
         raise UsageError(
@@ -136,6 +129,8 @@ def _check_host_memory(spec: TrialSpec) -> None:
             f"{format_bytes(most_bytes)} is named",
             hint=f"use `--host-memory {-(-needed_bytes // GIB)}GiB`, or a shorter `--length`",
         )
+    check_foreign([spec])
+    return spec
 
 
 def answer(

@@ -26,12 +26,12 @@ from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files, whole_paths
 from highwater.nouns.environment import SnapshotOrder
-from highwater.nouns.hardware import Machine
 from highwater.nouns.hyperparameters import ADAPTERS_RATE
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import gpus_hint
 from highwater.nouns.plan_notes import placement_notes
 from highwater.nouns.request import DECLARED, Request, request_from
+from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OURS
 from highwater.nouns.training import (
     Schedule,
@@ -47,7 +47,7 @@ from highwater.speed import predicted_step
 from highwater.store.directory import TrainingFolder, check_run_directory
 from highwater.trials.inputs import tokenised
 from highwater.trials.nodes import Across, across_nodes
-from highwater.trials.probe import probe, refuse_missing_reporters
+from highwater.trials.probe import probe, refuse_missing_package
 from highwater.trials.readiness import check_machine, check_request
 from highwater.trials.training_ranks import OnProgress, own_folder, run_ranks
 
@@ -116,7 +116,7 @@ def prepare_training(
     """Prepare the run of a request, and compare it with its folder; raises HighwaterError."""
     folder = TrainingFolder(asked.output)
     folder.refuse_missing(asked.resume_from)
-    refuse_missing_reporters(asked.report_to)
+    refuse_missing_package(Settings(), reporters=asked.report_to)
     request, chosen = _planned(request, asked)
     machines = across_nodes(request)
     trial = chosen.spec
@@ -144,7 +144,11 @@ def prepare_training(
     if before is not None and is_done and before.steps == spec.steps:
         spec = spec.replace(model_directory=before.model_directory)
     else:
-        _check_room(folder, trial, has_best=bool(asked.eval_data))
+        # room for two checkpoints, the best one, and the model
+        saved = trial.settings.replace(checkpoint="sharded", save_hf="last")
+        needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
+        checkpoints = max(1, 2 + bool(asked.eval_data) - len(folder.checkpoint_steps()))
+        check_run_directory(folder.path, needed, checkpoints=checkpoints)
     return PreparedTraining(
         spec=spec,
         predicted=chosen.predicted,
@@ -162,20 +166,19 @@ def prepare_training(
     )
 
 
-def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> None:
-    """Raise MachineError if the disk lacks space for two checkpoints, the best, and the model."""
-    saved = trial.settings.replace(checkpoint="sharded", save_hf="last")
-    needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
-    checkpoints = max(1, 2 + has_best - len(folder.checkpoint_steps()))
-    check_run_directory(folder.path, needed, checkpoints=checkpoints)
-
-
 def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
     """Complete the request and choose its trial; HighwaterError if it cannot be trained."""
     machine = probe().with_memory(request.host_memory_bytes or sys.maxsize)
     asked = asked.replace(rows=_rows(asked))
     request = _completed(request.replace(log_dir=asked.output))
-    _refuse_other_runs(request)
+    others = {"runner": request.on_ray, "dry_run": request.dry_run}
+    for name, is_named in {"trainer": request.trainer != OURS, **others}.items():
+        if is_named:
+            raise UsageError(
+                "this package's engine trains, on the machines that it is started on, and nothing "
+                f"else does: the file of `--config` has `{name}`",
+                hint=f"leave `{name}` out of it",
+            )
     check_request(request, machine, steps=asked.steps)
     if asked.reward is not None and TRAITS[request.settings.objective].advantages == "none":
         raise UsageError(
@@ -184,7 +187,16 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
         )
     if request.gpus is None and request.device != "cpu" and machine.gpus:
         request = request.replace(gpus=(len(machine.gpus) * request.nodes,))
-    _refuse_no_gpu(request, machine, asked)
+    if request.device != "cpu" and not machine.gpus and not machine.unreadable_gpus:
+        try:
+            chosen_trial(request.replace(device="cpu"), asked, machine)
+            hint = "use `--device cpu` to train on it"
+        except HighwaterError:
+            hint = gpus_hint(request, asked.length_tokens)
+        hint += "; `highwater doctor` says what is seen of GPUs"
+        if request.device == "cuda":
+            raise MachineError("the driver shows no GPU here", hint=hint)
+        raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
     chosen = chosen_trial(request, asked, machine)
     trial = chosen.spec
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
@@ -207,58 +219,15 @@ def _rows(asked: TrainingRequest) -> int | None:
     return asked.rows or (before.micro_batches if before else None)
 
 
-def _refuse_other_runs(request: Request) -> None:
-    """Raise UsageError for settings in a ``--config`` file that do not apply to a training."""
-    others = {"runner": request.on_ray, "dry_run": request.dry_run}
-    for name, is_named in {"trainer": request.trainer != OURS, **others}.items():
-        if is_named:
-            raise UsageError(
-                "this package's engine trains, on the machines that it is started on, and nothing "
-                f"else does: the file of `--config` has `{name}`",
-                hint=f"leave `{name}` out of it",
-            )
-
-
-def _refuse_no_gpu(request: Request, machine: Machine, asked: TrainingRequest) -> None:
-    """Raise MachineError or UsageError if there is no GPU and the user did not name the CPU."""
-    if request.device == "cpu" or machine.gpus or machine.unreadable_gpus:
-        return
-    try:
-        chosen_trial(request.replace(device="cpu"), asked, machine)
-        hint = "use `--device cpu` to train on it"
-    except HighwaterError:
-        hint = gpus_hint(request, asked.length_tokens)
-    hint += "; `highwater doctor` says what is seen of GPUs"
-    if request.device == "cuda":
-        raise MachineError("the driver shows no GPU here", hint=hint)
-    raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
+_RECORD_BYTES = 1 << 20
+"""Bytes of a first record that are read to see whether it is a conversation."""
 
 
 def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
     """The order to tokenise a training's data, for ``tokenised``."""
     directory = Path(trial.model_directory)
     has_tokenizer = not missing_files(directory).tokenizer
-    if not has_tokenizer:
-        _refuse_conversations(data)
-    return CorpusOrder(
-        data=whole_paths(data),
-        objective=trial.settings.objective,
-        length_tokens=trial.length_tokens,
-        tokenizer=str(directory) if has_tokenizer else None,
-        vocab_size=load_model(trial.model_directory).shape.vocab_size,
-        long_documents=asked.long_documents,
-        trained=asked.train_on,
-        reward=asked.reward,
-    )
-
-
-_RECORD_BYTES = 1 << 20
-"""Bytes of a first record that are read to see whether it is a conversation."""
-
-
-def _refuse_conversations(data: Sequence[str]) -> None:
-    """Raise UsageError for a file that begins with a conversation, which needs a tokenizer."""
-    for path in filter(Path.is_file, map(Path, data)):
+    for path in filter(Path.is_file, map(Path, () if has_tokenizer else data)):
         record: object = None
         with path.open("rb") as file, suppress(ValueError):
             record = json.loads(file.readline(_RECORD_BYTES))
@@ -270,6 +239,16 @@ def _refuse_conversations(data: Sequence[str]) -> None:
                 "`tokenizer.save_pretrained`, or write texts: "
                 '`{"prompt": "Hi", "completion": "Yes"}`',
             )
+    return CorpusOrder(
+        data=whole_paths(data),
+        objective=trial.settings.objective,
+        length_tokens=trial.length_tokens,
+        tokenizer=str(directory) if has_tokenizer else None,
+        vocab_size=load_model(trial.model_directory).shape.vocab_size,
+        long_documents=asked.long_documents,
+        trained=asked.train_on,
+        reward=asked.reward,
+    )
 
 
 def training_spec(

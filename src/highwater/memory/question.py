@@ -70,7 +70,12 @@ def predicted_question(
     if is_zero:
         del settings["deepspeed"]
     if length_tokens is not None:
-        _refuse_no_length(length_tokens, settings)
+        for row in TOPICS["lengths"]:
+            if row.name in settings:
+                raise UsageError(f"one length, and a {row.words}", hint=f"leave `{row.flag}` out")
+        if length_tokens < 2:
+            hint = "use `--length 2` or more: one to read, one to predict"
+            raise UsageError("a length of 1 token", hint=hint)
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
     plan_here = partial(
         plan,
@@ -95,16 +100,6 @@ def predicted_question(
     if shape.delta is not None and trainer == OURS:
         notes += (BASIS_IN_WORDS["of_an_operator"],)
     return msgspec.structs.replace(plans[0].question, cells=cells), notes
-
-
-def _refuse_no_length(length_tokens: int, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError if settings name a grid besides the length, or it is below 2 tokens."""
-    for row in TOPICS["lengths"]:
-        if row.name in settings:
-            raise UsageError(f"one length, and a {row.words}", hint=f"leave `{row.flag}` out")
-    if length_tokens < 2:
-        hint = "use `--length 2` or more: one to read, one to predict"
-        raise UsageError("a length of 1 token", hint=hint)
 
 
 def _requests(

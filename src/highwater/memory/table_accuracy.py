@@ -145,12 +145,6 @@ def _read_rows(path: Path) -> list[_Row]:
         raise _no_table(path, str(error)) from error
     if not rows:
         raise _no_table(path, "it has no row")
-    _refuse_twice(path, rows)
-    return rows
-
-
-def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
-    """Raise UsageError if two rows have a capacity for the same GPU, model and cell."""
     seen: dict[tuple[str, str, Cell], _Row] = {}
     for row in (row for row in rows if row.tokens is not None):
         before = seen.setdefault(row.place, row)
@@ -164,6 +158,7 @@ def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
                 f"{before.tokens} and {row.tokens}"
             )
             raise UsageError(problem, hint="keep one of them")
+    return rows
 
 
 def _row(row: Mapping[str, str | None], line: int) -> _Row:

@@ -282,7 +282,16 @@ def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform
     value = config.get(rule.field, rule.usual)
     if value is None and rule.does == "cap":
         return PLAIN
-    number = _checked(value, rule, f"{source}, of the family {config['model_type']},")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    is_within = (is_whole or isinstance(value, float)) and _LEAST <= value <= _MOST
+    if not is_within or (is_whole and not rule.takes_whole):
+        usual = 30.0 if rule.does == "cap" else rule.usual
+        raise ModelError(
+            f"{source}, of the family {config['model_type']}, has {rule.field} = {value!r}",
+            hint=f"set {rule.field} to a number from {_LEAST:g} to {_MOST:g}, with a decimal "
+            f"point, for example {float(value) if is_within else usual}",
+        )
+    number = float(value)
     if rule.does == "cap":
         return LogitTransform(soft_cap=number)
     return LogitTransform(scale=number if rule.does == "times" else 1 / number)

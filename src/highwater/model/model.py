@@ -280,18 +280,6 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
         dense_intermediate_size=mixture.dense_width if mixture.dense_layers else 0,
         mlp_matrices=3 if family_row(family).is_gated else 2,
     )
-    _refuse_impossible(shape, config, source)
-    runs = _runs(shape, sizes)
-    if runs != shape.runs:
-        shape = shape.replace(layer_runs=runs)
-    if runs[0].kind.embedding_size:
-        rows = sizes.optional_size("vocab_size_per_layer_input")
-        shape = shape.replace(layer_vocab_size=rows)
-    return _with_switches(shape, config)
-
-
-def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -> None:
-    """Raise ModelError for more experts per token than experts, or for impossible sizes."""
     if shape.experts_per_token > shape.experts > 1:
         names = (name for name in EXPERTS_PER_TOKEN if config.get(name) is not None)
         raise ModelError(
@@ -303,6 +291,13 @@ def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -
             f"{source} describes {shape.parameters} parameters, more than any model has",
             hint="check its sizes",
         )
+    runs = _runs(shape, sizes)
+    if runs != shape.runs:
+        shape = shape.replace(layer_runs=runs)
+    if runs[0].kind.embedding_size:
+        rows = sizes.optional_size("vocab_size_per_layer_input")
+        shape = shape.replace(layer_vocab_size=rows)
+    return _with_switches(shape, config)
 
 
 def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:

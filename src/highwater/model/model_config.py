@@ -140,7 +140,15 @@ def trained_family(config: dict[str, Any], source: str) -> str:
 def _refuse_layers(config: dict[str, Any], source: str) -> None:
     """Raise ModelError for layers, logits or attention that no test compares with the class."""
     if config["model_type"] in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
-        _refuse_dense_layers(config, source)
+        for field, neutral in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+            value = config.get(field, neutral)
+            if value is not None and value != neutral:
+                raise ModelError(
+                    f"{field} is {value!r} in {source}: layers without experts among those with "
+                    "them are not supported",
+                    hint="use a model with experts in every layer, for example Qwen3-30B-A3B, "
+                    f"whose {field} is {neutral!r}",
+                )
     refuse_features(config, source)
     layers = config.get("num_hidden_layers")
     for field in ("layer_types", "mlp_layer_types"):
@@ -199,19 +207,6 @@ def _obstacle(text_config: dict[str, Any], source: str) -> str | None:
     except ModelError as error:
         return error.problem.replace(source, "it")
     return None
-
-
-def _refuse_dense_layers(config: dict[str, Any], source: str) -> None:
-    """Raise ModelError for a Qwen mixture with layers without experts, which no test compares."""
-    for field, neutral in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        value = config.get(field, neutral)
-        if value is not None and value != neutral:
-            raise ModelError(
-                f"{field} is {value!r} in {source}: layers without experts among those with them "
-                f"are not supported",
-                hint=f"use a model with experts in every layer, for example Qwen3-30B-A3B, whose "
-                f"{field} is {neutral!r}",
-            )
 
 
 def refuse_features(config: Mapping[str, Any], source: str) -> None:

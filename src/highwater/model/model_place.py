@@ -289,7 +289,13 @@ def _named_directory(name: str) -> Path | None:
     if path.name == CONFIG and path.exists() and not path.is_dir():
         path = path.parent
     if (path / CONFIG).exists():
-        _refuse_irregular(path)
+        for each in sorted(path.iterdir()):  # opening a pipe or a device would block
+            if each.is_fifo() or each.is_char_device() or each.is_block_device():
+                raise ModelError(
+                    f"{each} is no regular file",
+                    hint=f"see what it is, `ls -lL {quote(str(each))}`, and put the model's file "
+                    "there",
+                )
     if (path / CONFIG).is_file():
         return _of_utf_8(path.resolve())
     if path.is_dir() and catalog_model(name) is None:
@@ -303,16 +309,6 @@ def _named_directory(name: str) -> Path | None:
             hint="give the directory of a Hugging Face model, or its config.json",
         )
     return None
-
-
-def _refuse_irregular(directory: Path) -> None:
-    """Raise ModelError for a pipe or device among a model's files: opening it would block."""
-    for path in sorted(directory.iterdir()):
-        if path.is_fifo() or path.is_char_device() or path.is_block_device():
-            raise ModelError(
-                f"{path} is no regular file",
-                hint=f"see what it is, `ls -lL {quote(str(path))}`, and put the model's file there",
-            )
 
 
 def _of_utf_8(directory: Path) -> Path:

@@ -158,24 +158,27 @@ def loose_profiling(value: object) -> object:
     return value
 
 
-def refuse_absent_ranks(profiling: Profiling, *, gpus: int) -> None:
-    """Raise UsageError for a rank that no trial has; ``gpus``: those of the largest layout."""
+def refuse_profiling(
+    profiling: Profiling | None,
+    *,
+    device: Device = "cuda",
+    is_dry: bool = False,
+    steps: int | None = None,
+    gpus: int | None = None,
+) -> None:
+    """Raise UsageError for snapshots on the CPU or in a dry run, past ``steps``, or of a rank that
+    no trial has; ``gpus``: those of the largest layout. None: any.
+    """
+    if profiling is None:
+        return
     named = () if profiling.ranks == "all" else profiling.ranks
-    absent = [rank for rank in named if rank >= gpus]
-    if absent:
+    absent = [rank for rank in named if gpus is not None and rank >= gpus]
+    if gpus is not None and absent:
         has = "1 GPU has rank 0 alone" if gpus == 1 else f"{gpus} GPUs have ranks 0 to {gpus - 1}"
         raise UsageError(
             f"{SETTING} records rank {absent[0]}, which no trial has: {has}",
             hint=f"leave `ranks` out of `{SETTING}`, which records every rank",
         )
-
-
-def refuse_profiling(
-    profiling: Profiling | None, *, device: str, is_dry: bool = False, steps: int | None = None
-) -> None:
-    """Raise UsageError for snapshots on the CPU or in a dry run, or past ``steps`` (None: any)."""
-    if profiling is None:
-        return
     if is_dry or device == "cpu":
         why = "a dry run trains nothing" if is_dry else "PyTorch keeps none of the CPU's memory"
         raise UsageError(

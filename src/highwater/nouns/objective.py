@@ -279,6 +279,20 @@ class Lora(Record, frozen=True, kw_only=True):
     base: LoraBase = "bf16"
     """Number format of the frozen model: the dtype it computes in, or NF4 in its linear layers."""
 
+    def __post_init__(self) -> None:
+        """Raise UsageError for a rank, a weight or names that cannot be."""
+        if not 1 <= self.rank <= MOST_RANK:
+            hint = f"use 1 to {MOST_RANK}: `--lora 32`"
+            raise UsageError(f"a LoRA rank of {self.rank}", hint=hint)
+        if not 0 < self.alpha < math.inf:
+            hint = f"use `--lora-alpha {self.rank}`"
+            raise UsageError(f"a LoRA alpha of {self.alpha}", hint=hint)
+        if any(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None for name in self.names or ()):
+            raise UsageError(
+                f"{self.targets!r} are no names of linear layers",
+                hint=f"use `--lora-targets {ALL_LINEAR}`, or `--lora-targets q_proj,v_proj`",
+            )
+
     @property
     def scale(self) -> float:
         """Factor that the product of both matrices, B A, is multiplied by."""
@@ -288,20 +302,6 @@ class Lora(Record, frozen=True, kw_only=True):
     def names(self) -> tuple[str, ...] | None:
         """Names of the linear layers that get an adapter; None: all linear layers."""
         return None if self.targets == ALL_LINEAR else tuple(self.targets.split(","))
-
-
-def check_lora(lora: Lora) -> None:
-    """Raise UsageError for a rank or alpha out of range, or for malformed layer names."""
-    if not 1 <= lora.rank <= MOST_RANK:
-        raise UsageError(f"a LoRA rank of {lora.rank}", hint=f"use 1 to {MOST_RANK}: `--lora 32`")
-    if not 0 < lora.alpha < math.inf:
-        raise UsageError(f"a LoRA alpha of {lora.alpha}", hint=f"use `--lora-alpha {lora.rank}`")
-    names = lora.names or ()
-    if any(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None for name in names):
-        raise UsageError(
-            f"{lora.targets!r} are no names of linear layers",
-            hint=f"use `--lora-targets {ALL_LINEAR}`, or `--lora-targets q_proj,v_proj`",
-        )
 
 
 def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
@@ -410,12 +410,11 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
             "are one parameter",
             hint=f"use `--lora-targets {','.join((*ATTENTION, *of_experts))}`",
         )
-    if shape.model_type not in _USUAL_NAMES:
-        return
     known = {name for run in shape.runs for name in _sizes(run.kind, shape.model_type)}
     known |= {*of_experts, *((_OUTSIDE,) if shape.layer_tables else ())}
     missing = [name for name in lora.names or () if name not in known]
-    if missing:
+    # Of a family whose names nobody read some may be another's, but one at least is ours.
+    if missing and (shape.model_type in _USUAL_NAMES or len(missing) == len(lora.names or ())):
         raise UsageError(
             f"{shape.model_type} has no linear layer {missing[0]} in its decoder layers",
             hint=f"use `--lora-targets {ALL_LINEAR}`, or names of {', '.join(sorted(known))}",

@@ -14,7 +14,7 @@ from highwater.nouns.cells import cells_of, within_token_budget
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import pieces
 from highwater.nouns.declaration import words_of
-from highwater.nouns.environment import refuse_absent_ranks
+from highwater.nouns.environment import refuse_profiling
 from highwater.nouns.foreign_request import foreign_of, with_one_count
 from highwater.nouns.hardware import Machine
 from highwater.nouns.objective import ALL_LINEAR, ATTENTION, expert_targets, refuse_no_target
@@ -202,6 +202,10 @@ def timeout_of(
 _ROW_BYTES = 16
 """Rows of a grouped product are multiples of so many bytes. Source: ``torch._grouped_mm``."""
 _NO_PROOF = "leave `--proof` out"
+_NOT_IN_PIECES = (
+    "a memory-only trial cuts dense attention into pieces, and block-sparse attention is no longer "
+    "than its blocks"
+)
 
 
 class Plan(Record, frozen=True, kw_only=True):
@@ -237,14 +241,11 @@ def plan(
         request = request.replace(memory=cpu_memory(request, machine))
     of_memory = memory_notes(asked, device, request.memory_bytes)
     foreign = foreign_of(request)
+    refuse_other_class(model, trainer if foreign is None else foreign.trainer)
     if foreign is not None:
-        refuse_other_class(model, foreign.trainer)
         planned = _foreign_plan(request, machine, model, device, foreign)
         return planned.replace(notes=(*of_memory, *planned.notes))
-    _check_proof(request, model)
-    _refuse_ragged_experts(model, device)
-    _refuse_other_attention(request, model, device)
-    _refuse_head_groups(request.settings.attention_head_groups, model)
+    _refuse_attention(request, model, device)
     if request.settings.parameters == "bf16" and max(request.copies) > 1:
         # FSDP2 keeps sums over copies in float32 for longer: how much at a peak is not known
         raise UsageError(
@@ -256,7 +257,7 @@ def plan(
         request, of_adapters = _adapters_here(request, model)
     if (adapters := request.settings.adapters) is not None:
         refuse_no_target(model.shape, adapters)
-        _refuse_adapted_experts(request.settings, model, device, trainer)
+    _refuse_experts(request.settings, model, device, trainer)
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     check_yarn(request, model, grid.max_tokens)
@@ -274,9 +275,8 @@ def plan(
             longest_tokens=grid.max_tokens if request.data is None else None,
         )
     cells, too_small = within_token_budget(cells, grid, device)
-    most_gpus = max(cell.layout.gpus for cell in cells)
     if request.memory_profiler is not None:
-        refuse_absent_ranks(request.memory_profiler, gpus=most_gpus)
+        refuse_profiling(request.memory_profiler, gpus=max(cell.layout.gpus for cell in cells))
     if device == "cuda" and not request.dry_run:
         check_host_memory(machine, model, cells)
     proof = proof_of(request, model, device)
@@ -353,7 +353,11 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
             "a length of 1 token", hint="use `--length 2` or more: one to read, one to predict"
         )
     model = load_model(request.model)
-    _refuse_an_unnamed_cpu(request, machine, length_tokens)
+    gpus, is_limited = max(request.gpus or (1,)), request.memory is not None
+    if request.device is None and not machine.gpus and gpus == 1 and not is_limited:
+        fits = _has_room_on_the_cpu(request, machine, length_tokens)
+        hint = "add `--device cpu` to train on it" if fits else gpus_hint(request, length_tokens)
+        raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
     if request.trainer not in FOREIGN:
         refuse_past_native(model, request.settings.rope, length_tokens, flag="--length")
     question = plan(alone(request, length_tokens), machine).question
@@ -365,8 +369,23 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
         raise UsageError(
             "one trial runs in one layout, several are named", hint=f"use `{' '.join(words)}`"
         )
-    spec = question.trial(cell, length_tokens).replace(attention_depth=request.attention_depth)
-    _check_depth(spec, question.model)
+    depth, layers = request.attention_depth, model.shape.layers
+    spec = question.trial(cell, length_tokens).replace(attention_depth=depth)
+    if depth is not None and spec.settings.attention == "block_sparse":
+        raise UsageError(_NOT_IN_PIECES, hint="leave `--attention-depth` out")
+    if depth is not None and depth >= layers:
+        raise UsageError(
+            f"an attention depth of {depth}: {model.name} has {layers} layers",
+            hint="leave `--attention-depth` out to train in full",
+        )
+    tokens = spec.length_tokens * spec.sequences
+    if depth is not None and spec.data is None and pieces(tokens, spec.device) is None:
+        near = -(-spec.length_tokens // PUBLISHED_STEP_TOKENS) * PUBLISHED_STEP_TOKENS
+        raise UsageError(
+            f"{format_tokens(tokens)} tokens cannot be cut into equal pieces that take the same "
+            f"memory",
+            hint=f"use `--length {near}`",
+        )
     return spec
 
 
@@ -381,15 +400,6 @@ def alone(request: Request, length_tokens: int) -> Request:
         loss=request.loss or "full",
         allocator=request.allocator or "native",
     )
-
-
-def _refuse_an_unnamed_cpu(request: Request, machine: Machine, length_tokens: int) -> None:
-    """Raise UsageError for one trial that only the CPU could run, where it is not named."""
-    gpus, is_limited = max(request.gpus or (1,)), request.memory is not None
-    if request.device is None and not machine.gpus and gpus == 1 and not is_limited:
-        fits = _has_room_on_the_cpu(request, machine, length_tokens)
-        hint = "add `--device cpu` to train on it" if fits else gpus_hint(request, length_tokens)
-        raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
 
 
 def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int) -> bool:
@@ -409,7 +419,16 @@ def gpus_hint(request: Request, length_tokens: int) -> str:
     return f"start it where GPUs are; `highwater predict {asked}` says how many it takes"
 
 
-def _check_proof(request: Request, model: Model) -> None:
+IN_HEAD_GROUPS = (
+    *("granite", "llama", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
+)
+"""Model types whose attention goes in head groups, and is predicted so."""
+
+
+def _refuse_attention(request: Request, model: Model, device: Device) -> None:
+    """Raise UsageError or ModelError for a proof, a sparse pattern or head groups that the model,
+    the GPU or another setting rules out.
+    """
     if request.attention_depth is not None:
         raise UsageError(
             "an attention depth is for one trial: a search chooses it", hint="use `--proof memory`"
@@ -423,42 +442,24 @@ def _check_proof(request: Request, model: Model) -> None:
         raise UsageError(
             f"{model.name} has one layer: a memory-only trial would save nothing", hint=_NO_PROOF
         )
-
-
-def _refuse_other_attention(request: Request, model: Model, device: Device) -> None:
-    """Refuse block-sparse attention where the model, a trace, the proof or the GPU rules it out."""
-    if request.settings.attention == "dense":
-        return
-    leave = "leave `--attention` out"
-    if not model.shape.has_plain_attention:
-        raise ModelError(
-            f"{model.name} has layers with a window, sinks, capped scores or a state of their own, "
-            "which block-sparse attention would take the place of",
-            hint=leave,
-        )
-    if device == "cuda":
-        refuse_without_kernel(request)
-    if request.prediction == "trace":
-        raise UsageError(
-            "steps with block-sparse attention are not traced", hint="use `--prediction formula`"
-        )
-    if request.proof == "memory" or request.attention_depth is not None:
-        raise UsageError(
-            "a memory-only trial cuts dense attention into pieces, and block-sparse attention is "
-            "no longer than its blocks",
-            hint=_NO_PROOF if request.proof == "memory" else "leave `--attention-depth` out",
-        )
-
-
-IN_HEAD_GROUPS = (
-    *("granite", "llama", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
-)
-"""Model types whose attention goes in head groups, and is predicted so."""
-
-
-def _refuse_head_groups(groups: int, model: Model) -> None:
-    """Raise ModelError for a family without head groups, or groups that do not divide KV heads."""
-    heads, family = model.shape.kv_heads, model.shape.model_type
+    if request.settings.attention == "block_sparse":
+        if not model.shape.has_plain_attention:
+            raise ModelError(
+                f"{model.name} has layers with a window, sinks, capped scores or a state of their "
+                "own, which block-sparse attention would take the place of",
+                hint="leave `--attention` out",
+            )
+        if device == "cuda":
+            refuse_without_kernel(request)
+        if request.prediction == "trace":
+            raise UsageError(
+                "steps with block-sparse attention are not traced",
+                hint="use `--prediction formula`",
+            )
+        if request.proof == "memory":
+            raise UsageError(_NOT_IN_PIECES, hint=_NO_PROOF)
+    groups, heads = request.settings.attention_head_groups, model.shape.kv_heads
+    family = model.shape.model_type
     if groups > 1 and family not in IN_HEAD_GROUPS:
         raise ModelError(
             f"{model.name} is of the family {family}, whose attention does not go in head groups",
@@ -489,42 +490,6 @@ def refuse_without_kernel(request: Request) -> None:
         )
 
 
-def _check_depth(spec: TrialSpec, model: Model) -> None:
-    """Raise UsageError for an attention depth of all layers, or a length without equal pieces."""
-    depth, layers = spec.attention_depth, model.shape.layers
-    if depth is None:
-        return
-    if depth >= layers:
-        raise UsageError(
-            f"an attention depth of {depth}: {model.name} has {layers} layers",
-            hint="leave `--attention-depth` out to train in full",
-        )
-    tokens = spec.length_tokens * spec.sequences
-    if spec.data is None and pieces(tokens, spec.device) is None:
-        near = -(-spec.length_tokens // PUBLISHED_STEP_TOKENS) * PUBLISHED_STEP_TOKENS
-        raise UsageError(
-            f"{format_tokens(tokens)} tokens cannot be cut into equal pieces that take the same "
-            f"memory",
-            hint=f"use `--length {near}`",
-        )
-
-
-def _refuse_ragged_experts(model: Model, device: Device) -> None:
-    """Raise ModelError for experts whose rows are no multiple of 16 bytes, as PyTorch needs."""
-    numbers = _ROW_BYTES // (4 if device == "cpu" else 2)
-    for what, width in (
-        ("expert's MLP", model.shape.intermediate_size),
-        ("hidden states", model.shape.hidden_size),
-    ):
-        if model.shape.experts > 1 and width % numbers:
-            raise ModelError(
-                f"the {what} of {model.name} are {width} numbers wide, and products of experts "
-                f"need a multiple of {numbers}",
-                hint=f"use a model whose widths are multiples of {numbers}, for example "
-                "`highwater predict Qwen3-30B-A3B --gpus 8xH100-80GB`",
-            )
-
-
 def _adapters_here(request: Request, model: Model) -> tuple[Request, tuple[str, ...]]:
     """The request with adapters on attention alone, where "all linear layers" would be routers or
     experts, too; and notes on this, and on a frozen model whose files are in MXFP4.
@@ -540,11 +505,22 @@ def _adapters_here(request: Request, model: Model) -> tuple[Request, tuple[str, 
     return request, notes
 
 
-def _refuse_adapted_experts(
-    settings: Settings, model: Model, device: Device, trainer: TrainerName
-) -> None:
-    """Raise UsageError for settings that adapters on experts cannot be combined with."""
+def _refuse_experts(settings: Settings, model: Model, device: Device, trainer: TrainerName) -> None:
+    """Raise ModelError for experts whose rows are no multiple of 16 bytes, as PyTorch needs, and
+    UsageError for what adapters on experts cannot be combined with.
+    """
     lora, numbers = settings.adapters, _ROW_BYTES // (4 if device == "cpu" else 2)
+    for what, width in (
+        ("expert's MLP", model.shape.intermediate_size),
+        ("hidden states", model.shape.hidden_size),
+    ):
+        if model.shape.experts > 1 and width % numbers:
+            raise ModelError(
+                f"the {what} of {model.name} are {width} numbers wide, and products of experts "
+                f"need a multiple of {numbers}",
+                hint=f"use a model whose widths are multiples of {numbers}, for example "
+                "`highwater predict Qwen3-30B-A3B --gpus 8xH100-80GB`",
+            )
     if lora is None or not expert_targets(model.shape.model_type, lora):
         return
     if trainer != OURS:

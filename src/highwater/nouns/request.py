@@ -358,8 +358,17 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for values that are invalid for every model and machine."""
-        _check_texts(self)
+        """Raise UsageError for values that cannot work, whatever the model and the machine."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, str) and (
+                "\0" in value or any("\ud800" <= character <= "\udfff" for character in value)
+            ):
+                raise RefusedError(
+                    name,
+                    f"{name} {value!r} is no text that a file could be called",
+                    hint="leave such characters out",
+                )
         for row in DECLARED.values():
             try:
                 getattr(self, row.sets)  # a size, a length or a time that can be read
@@ -371,7 +380,20 @@ class Request(_WithSettings, frozen=True, kw_only=True):
             if why is not None:
                 raise RefusedError(name, why, hint="for example `{}`", example=default)
         for name in ("gpus", "ulysses", "ring", "copies"):
-            _check_counts(name, getattr(self, name))
+            counts: tuple[int, ...] | None = getattr(self, name)
+            if counts is None:
+                continue
+            if not counts or min(counts) < 1:
+                problem = f"{name} is {' '.join(map(str, counts)) or 'empty'}"
+                hint = "use 1 or more, for example `{}`"
+                raise RefusedError(name, problem, hint=hint, example=[1])
+            if max(counts) > MOST_GPUS:
+                problem = f"{name} is {max(counts)}, and {MOST_GPUS} is the most"
+                raise RefusedError(name, problem, hint="use `{}` or fewer", example=[MOST_GPUS])
+            if len(counts) > MOST_NAMED:
+                problem = f"{name} names {len(counts)} numbers, and {MOST_NAMED} is the most"
+                hint = "name fewer, for example `{}`"
+                raise RefusedError(name, problem, hint=hint, example=[1, 2, 4, 8])
         for name, least in (("max_concurrent_trials", 1), ("nodes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -507,8 +529,12 @@ def request_from(
     spelling = in_file(config_file) if config_file else KEYWORDS if keywords else TYPED
     _check_names(values, spelling)
     values = {name: _loosened(name, value) for name, value in values.items()}
-    if spelling is TYPED and values.get("gpus") is not None:
-        _refuse_card(values["gpus"])
+    if spelling is TYPED and (gpus := values.get("gpus")) is not None:
+        # a card's number in a count's place: `4090`, as `predict` takes
+        shown = " ".join(map(str, gpus)) if isinstance(gpus, list | tuple) else str(gpus)
+        if (kind := kind_by_number(shown)) is not None:
+            problem = f"gpus {shown!r} is {kind.name}, and a count is asked for"
+            raise UsageError(problem, hint=f"for example `{_elsewhere(shown)}`")
     try:
         request = msgspec.convert(values, Request, strict=config_file is not None)
     except msgspec.ValidationError as error:
@@ -593,14 +619,6 @@ def _mistyped(
     return UsageError(f"{problem} {row.kind.expected}", hint=f"for example `{works}`")
 
 
-def _refuse_card(gpus: object) -> None:
-    """Raise UsageError for a GPU's model number in place of a count, ``4090``."""
-    shown = " ".join(map(str, gpus)) if isinstance(gpus, list | tuple) else str(gpus)
-    if (kind := kind_by_number(shown)) is not None:
-        problem = f"gpus {shown!r} is {kind.name}, and a count is asked for"
-        raise UsageError(problem, hint=f"for example `{_elsewhere(shown)}`")
-
-
 def _elsewhere(shown: str) -> str:
     """Flags, for a hint, for GPUs of another machine; UsageError if ``shown`` names none."""
     meant = cluster(shown, gpu_memory_bytes=None, machine=None)
@@ -635,34 +653,6 @@ def trial_flags(
     degrees = {n: each for n, each in cell.layout.degree_settings.items() if n not in refused}
     where = words_of({"gpus": cell.layout.gpus, **degrees})
     return (*where, "--length", str(length_tokens), *whose, *settings)
-
-
-def _check_texts(request: Request) -> None:
-    """Raise RefusedError for a text with a zero byte or a lone surrogate: no system accepts it."""
-    for name in request.__struct_fields__:
-        value = getattr(request, name)
-        if isinstance(value, str) and (
-            "\0" in value or any("\ud800" <= character <= "\udfff" for character in value)
-        ):
-            raise RefusedError(
-                name,
-                f"{name} {value!r} is no text that a file could be called",
-                hint="leave such characters out",
-            )
-
-
-def _check_counts(name: str, counts: tuple[int, ...] | None) -> None:
-    if counts is None:
-        return
-    if not counts or min(counts) < 1:
-        problem = f"{name} is {' '.join(map(str, counts)) or 'empty'}"
-        raise RefusedError(name, problem, hint="use 1 or more, for example `{}`", example=[1])
-    if max(counts) > MOST_GPUS:
-        problem = f"{name} is {max(counts)}, and {MOST_GPUS} is the most"
-        raise RefusedError(name, problem, hint="use `{}` or fewer", example=[MOST_GPUS])
-    if len(counts) > MOST_NAMED:
-        problem = f"{name} names {len(counts)} numbers, and {MOST_NAMED} is the most"
-        raise RefusedError(name, problem, hint="name fewer, for example `{}`", example=[1, 2, 4, 8])
 
 
 def _check_runner(request: Request) -> None:

@@ -29,7 +29,6 @@ from highwater.nouns.objective import (
     ObjectiveTraits,
     OptimizerName,
     OptimizerTraits,
-    check_lora,
 )
 from highwater.nouns.sparse_pattern import (
     READ_BY,
@@ -375,8 +374,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
             if is_broken(self):
                 raise UsageError(problem.format(s=self), hint=hint.format(s=self))
         _refuse_idle(self)
-        if self.adapters is not None:
-            check_lora(self.adapters)
+        _ = self.adapters  # made once here, so that it is refused here
 
     def sequences(self, length_tokens: int, *, context_degree: int) -> int:
         """Sequences of this length in a micro-batch; 0: the token budget is too small for one."""

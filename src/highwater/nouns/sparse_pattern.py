@@ -85,7 +85,18 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
     def __post_init__(self) -> None:
         """Raise UsageError for an unknown pattern, and for a field out of its range."""
         check_word("pattern_type", self.pattern_type, get_args(PatternType))
-        self._check_ratio()
+        ratio: Any = self.sparsity_ratio
+        if ratio == "adaptive" and self.is_windowed:
+            raise UsageError(
+                f"sparsity_ratio adaptive: the window of {self.pattern_type} says what is kept",
+                hint='leave `sparsity_ratio` out, or use `pattern_type="dilated_sparse"`',
+            )
+        is_number = isinstance(ratio, float | int) and not isinstance(ratio, bool)
+        if ratio not in (None, "adaptive") and not (is_number and 0 < ratio <= 1):
+            raise UsageError(
+                f"sparsity_ratio {ratio!r}: it is the share of key blocks that are kept",
+                hint='use a number above 0 and up to 1, for example 0.05, or "adaptive"',
+            )
         for name, least in _LEAST.items():
             value: object = getattr(self, name)
             if not is_count(value, least=least):
@@ -96,22 +107,6 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
             raise UsageError(
                 f"block_size is {self.block_size}, and {MOST_BLOCK_TOKENS} is the most",
                 hint=f"use {MOST_BLOCK_TOKENS} or less",
-            )
-
-    def _check_ratio(self) -> None:
-        ratio: Any = self.sparsity_ratio
-        if ratio is None or (ratio == "adaptive" and not self.is_windowed):
-            return
-        if ratio == "adaptive":
-            raise UsageError(
-                f"sparsity_ratio adaptive: the window of {self.pattern_type} says what is kept",
-                hint='leave `sparsity_ratio` out, or use `pattern_type="dilated_sparse"`',
-            )
-        is_number = isinstance(ratio, float | int) and not isinstance(ratio, bool)
-        if not is_number or not 0 < ratio <= 1:
-            raise UsageError(
-                f"sparsity_ratio {ratio!r}: it is the share of key blocks that are kept",
-                hint='use a number above 0 and up to 1, for example 0.05, or "adaptive"',
             )
 
     @property

@@ -143,20 +143,6 @@ class TrialSpec(Record, frozen=True, kw_only=True):
                 f"a length of {counted(self.length_tokens, 'token')}",
                 hint="use `--length 2` or more: one to read, one to predict",
             )
-        self._check_steps()
-        if self.sequences < 1:
-            traits, tokens = self.settings.traits, self.length_tokens
-            least = -(-tokens * traits.documents_together // self.layout.context_degree)
-            raise UsageError(
-                f"a token budget of {self.settings.token_budget_tokens} is below the {least} "
-                f"tokens that each GPU gets of one {'pair' if traits.pairs else 'sequence'} of "
-                f"{tokens}",
-                hint=f"use `--token-budget {least}` or more",
-            )
-        self.hyperparameters.refuse_unused(self.settings)
-        self._check_device_and_data()
-
-    def _check_steps(self) -> None:
         micro_batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
         if self.steps < 2 or self.micro_batches < 1:
             raise UsageError(
@@ -176,8 +162,16 @@ class TrialSpec(Record, frozen=True, kw_only=True):
                 f"of either",
                 hint="a trial of 2 steps of 2 micro-batches holds the peak already",
             )
-
-    def _check_device_and_data(self) -> None:
+        if self.sequences < 1:
+            traits, tokens = self.settings.traits, self.length_tokens
+            least = -(-tokens * traits.documents_together // self.layout.context_degree)
+            raise UsageError(
+                f"a token budget of {self.settings.token_budget_tokens} is below the {least} "
+                f"tokens that each GPU gets of one {'pair' if traits.pairs else 'sequence'} of "
+                f"{tokens}",
+                hint=f"use `--token-budget {least}` or more",
+            )
+        self.hyperparameters.refuse_unused(self.settings)
         if self.attention_depth is not None and self.attention_depth < 1:
             raise UsageError(
                 f"an attention depth of {self.attention_depth}",

@@ -58,7 +58,37 @@ def hardware_of(request: Request, machine: Machine, model: Model, device: Device
     counts = _counts(request, machine, device, model)
     gpus = used_gpus(machine, device=device, count=max(counts))
     where = TrialHardware(device=device, counts=counts, gpus=gpus)
-    _check_memory(request, machine, model, where)
+    budget, total_bytes = request.memory_bytes, where.total_bytes
+    limit = budget or total_bytes
+    if limit is None and where.device == "cuda":
+        raise UsageError(
+            "a dry run without a GPU needs a memory limit", hint="add `--memory 80GiB`"
+        )
+    if limit is None:
+        raise UsageError(
+            "no GPU is visible, and neither the CPU nor a memory limit is named",
+            hint=f"for example `{_cpu_search(request, model)}`",
+        )
+    if budget is not None and total_bytes is not None and budget > total_bytes:
+        raise UsageError(
+            f"--memory {format_bytes(budget)} is more than the GPU has, "
+            f"{format_bytes(total_bytes)}",
+            hint="leave `--memory` out to use the whole card",
+        )
+    present, workers = machine.host_memory_total_bytes, max(where.counts)
+    is_run_here = where.device == "cpu" and not request.dry_run
+    if budget is not None and is_run_here and budget * workers > present:
+        raise MachineError(
+            f"{workers} x {format_bytes(budget)} is more than this machine's memory, "
+            f"{format_bytes(present)}",
+            hint=f"use `--memory {max(1, present // workers // MIB)}MiB`",
+        )
+    if request.margin_bytes >= limit:
+        raise UsageError(
+            f"a headroom of {format_bytes(request.margin_bytes)} leaves nothing of "
+            f"{format_bytes(limit)}",
+            hint="use a smaller `--headroom`, or leave it out",
+        )
     return where
 
 
@@ -154,38 +184,3 @@ def _counts(request: Request, machine: Machine, device: Device, model: Model) ->
             hint=f"use `--gpus {works}`",
         )
     return counts
-
-
-def _check_memory(request: Request, machine: Machine, model: Model, where: TrialHardware) -> None:
-    """Raise for a memory limit that is missing or too large, and for a headroom of all of it."""
-    budget, total_bytes = request.memory_bytes, where.total_bytes
-    limit = budget or total_bytes
-    if limit is None and where.device == "cuda":
-        raise UsageError(
-            "a dry run without a GPU needs a memory limit", hint="add `--memory 80GiB`"
-        )
-    if limit is None:
-        raise UsageError(
-            "no GPU is visible, and neither the CPU nor a memory limit is named",
-            hint=f"for example `{_cpu_search(request, model)}`",
-        )
-    if budget is not None and total_bytes is not None and budget > total_bytes:
-        raise UsageError(
-            f"--memory {format_bytes(budget)} is more than the GPU has, "
-            f"{format_bytes(total_bytes)}",
-            hint="leave `--memory` out to use the whole card",
-        )
-    present, workers = machine.host_memory_total_bytes, max(where.counts)
-    is_run_here = where.device == "cpu" and not request.dry_run
-    if budget is not None and is_run_here and budget * workers > present:
-        raise MachineError(
-            f"{workers} x {format_bytes(budget)} is more than this machine's memory, "
-            f"{format_bytes(present)}",
-            hint=f"use `--memory {max(1, present // workers // MIB)}MiB`",
-        )
-    if request.margin_bytes >= limit:
-        raise UsageError(
-            f"a headroom of {format_bytes(request.margin_bytes)} leaves nothing of "
-            f"{format_bytes(limit)}",
-            hint="use a smaller `--headroom`, or leave it out",
-        )

@@ -297,29 +297,22 @@ def guide(
         settings["sequences_per_micro_batch"] = sequences_per_micro_batch
     settings |= named
     for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, settings)):
-        _check_models(found.capacities, found.words, models)
+        for each in found.capacities:
+            if each.config_digest is None:
+                continue
+            own = each.config_digest, each.found_in, found.words
+            digest, found_in, known_words = models.setdefault(each.model_name, own)
+            if digest != each.config_digest:
+                raise UsageError(
+                    f"{found_in} and {each.found_in} each have a model {each.model_name}, and "
+                    "these are two models: their config.json differ",
+                    hint=f"`highwater guide {known_words}` and `highwater guide {found.words}` "
+                    "make a guide of each",
+                )
         capacities += found.capacities
         notes |= dict.fromkeys(found.notes)
         queries |= found.queries
     return Guide(tables=guide_tables(capacities), notes=tuple(notes), queries=queries)
-
-
-def _check_models(
-    found: Iterable[Capacity], words: str, models: dict[str, tuple[str | None, str, str]]
-) -> None:
-    """Raise UsageError if one name stands for two models with different configurations."""
-    for each in found:
-        if each.config_digest is None:
-            continue
-        first = models.setdefault(each.model_name, (each.config_digest, each.found_in, words))
-        digest, found_in, known_words = first
-        if digest != each.config_digest:
-            raise UsageError(
-                f"{found_in} and {each.found_in} each have a model {each.model_name}, and "
-                "these are two models: their config.json differ",
-                hint=f"`highwater guide {known_words}` and `highwater guide {words}` make a guide "
-                f"of each",
-            )
 
 
 def _read(path: Path) -> _Found:

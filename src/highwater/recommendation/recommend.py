@@ -26,7 +26,6 @@ from highwater.model.model import load_model
 from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.objective import RolloutRequest
-from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.recommendation import Aim, Alternative, Candidate, FileChange, Recommendation
 from highwater.nouns.request import request_from
@@ -199,9 +198,8 @@ def goal_of(
     settings: Mapping[str, Any],
     rollout_gpus: int,
 ) -> Goal:
-    """The goal of a recommendation; raises HighwaterError for invalid settings."""
-    refuse_unknown_family(found := load_model(model))
-    refuse_other_class(found, trainer)
+    """The goal of a recommendation; raises HighwaterError for settings that cannot be."""
+    refuse_unknown_family(load_model(model))
     typed = request_from({"model": model, **settings}, keywords=True)
     goal = Goal(
         model=model,

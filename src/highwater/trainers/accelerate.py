@@ -42,7 +42,6 @@ from highwater.trainers.foreign import (
     OUTPUT,
     TRIAL_FIELDS,
     ForeignCommand,
-    HasFlash,
     TrialFiles,
     TrialHome,
     TrialStart,
@@ -180,10 +179,15 @@ def _of_the_script(
 
 
 def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
-    """Keys for starting processes, and for sharing states and sequences."""
-    layout = cell.layout
-    if cell.settings.activations == "host":
-        _refuse_host(cell, sharing)
+    """Keys for the start of processes, and for sharing states and sequences."""
+    layout, has_fsdp2 = cell.layout, sharing == "ring" or cell.settings.strategy == "fsdp2"
+    if cell.settings.activations == "host" and (sharing == "heads" or not has_fsdp2):
+        # Source: `FullyShardedDataParallelPlugin` of accelerate 1.15.0
+        is_heads = sharing == "heads"
+        raise UsageError(
+            "accelerate puts activations in host memory with FSDP2 alone",
+            hint=f"use `--ring {layout.context_degree}`" if is_heads else "use `--strategy fsdp2`",
+        )
     values: dict[str, Value] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED" if sharing == "heads" else "FSDP",
@@ -197,20 +201,6 @@ def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
     return (
         values | {f"fsdp_config.fsdp_{name}": value for name, value in fsdp.items()} | _mesh(layout)
     )
-
-
-def _refuse_host(cell: Cell, sharing: SequenceSharing) -> None:
-    """Raise UsageError for activations on the host without FSDP2, which alone supports them.
-
-    Source: ``FullyShardedDataParallelPlugin`` of accelerate 1.15.0.
-    """
-    if sharing == "heads":
-        hint = f"use `--ring {cell.layout.context_degree}`"
-    elif cell.settings.strategy == "fsdp" and sharing != "ring":
-        hint = "use `--strategy fsdp2`"
-    else:
-        return
-    raise UsageError("accelerate puts activations in host memory with FSDP2 alone", hint=hint)
 
 
 def _deepspeed(cell: Cell) -> dict[str, Value]:
@@ -351,7 +341,7 @@ def launcher_file(
     cell = Cell(settings=spec.settings, layout=spec.layout)
     refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, WORDS))
     if spec.device == "cuda":
-        _refuse_base(base, source)
+        _refuse_base(spec, base, source)
     kept = {name: value for name, value in base.items() if name not in _OF_A_CLUSTER}
     if spec.device == "cpu":  # one process, which shares nothing; the user's other fields stay
         kept = {name: value for name, value in kept.items() if name not in _SHARED}
@@ -365,7 +355,6 @@ def launcher_file(
     own: dict[str, Any] = {**_ONE_MACHINE, "num_processes": spec.layout.gpus}
     theirs = kept.get("distributed_type") or "FSDP"
     if theirs != "FSDP":
-        _refuse_without_fsdp(spec, theirs, source)
         kept.pop("parallelism_config", None)
         note = f"states are shared by {source}'s {theirs}, not by FSDP"
         values = {**kept, **own}
@@ -404,8 +393,10 @@ def over_fsdp(
     return {**ours, **theirs, **{name: ours[name] for name in ours if name in meant}}
 
 
-def _refuse_base(base: Mapping[str, Any], source: str) -> None:
-    """Raise UsageError for a file for other machines, or with ways to share that no trial has."""
+def _refuse_base(spec: TrialSpec, base: Mapping[str, Any], source: str) -> None:
+    """Raise UsageError for a file for other machines, or with ways to share that no trial has, and
+    for flags that need FSDP where the file has another mode.
+    """
     where = base.get("compute_environment") or "LOCAL_MACHINE"
     mode = base.get("distributed_type") or "FSDP"
     if where != "LOCAL_MACHINE" or mode not in ("FSDP", *_KEPT_MODES):
@@ -420,10 +411,8 @@ def _refuse_base(base: Mapping[str, Any], source: str) -> None:
                 f"{source} has {name}, and a trial shares by a ring, by copies and by shards",
                 hint=_BY_COMMAND,
             )
-
-
-def _refuse_without_fsdp(spec: TrialSpec, mode: str, source: str) -> None:
-    """Raise UsageError for flags that need FSDP if the user's file has another ``mode``."""
+    if mode == "FSDP":
+        return
     named, layout = spec.settings.named, spec.layout
     flags = {
         "--ring": layout.ring_degree > 1,
@@ -462,10 +451,6 @@ def _prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Forei
     )
 
 
-def _check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:  # noqa: ARG001
-    return _launcher_file(spec, foreign).notes
-
-
 def _launcher_file(spec: TrialSpec, foreign: ForeignTrainer) -> TrialFiles:
     own = own_file(foreign, "name the file that `accelerate config` wrote")
     shape = load_model(spec.model_directory).shape
@@ -484,7 +469,9 @@ TRIED = ForeignTraits(
     | SHARED
     | {"command", "trainer_config", "strategy", "recompute", "offload"},
 )
-TRIAL = TrialStart(_prepare, _check, _opens_model)
+TRIAL = TrialStart(
+    _prepare, lambda spec, foreign, _: _launcher_file(spec, foreign).notes, _opens_model
+)
 TARGET = EmitTarget(
     file=FILE,
     emit=accelerate,

@@ -170,7 +170,7 @@ class Finetuner(ABC):
     ) -> Emitted:
         """Make a whole file, except for the data. Raises UsageError for inexpressible settings."""
         cell = chosen.cell
-        self.refuse_untrainable(cell)
+        self.refuse(cell)
         shape = shape_here(found, model_path)
         training = FineTuning(cell, found.length_tokens, model_path, found.yarn, shape)
         values: dict[str, Any] = {**self.values(training)}
@@ -194,8 +194,10 @@ class Finetuner(ABC):
             beside=self.beside(training),
         )
 
-    def refuse_untrainable(self, cell: Cell) -> None:
-        """Raise UsageError for an objective, a layout or an optimizer that the trainer lacks."""
+    def refuse(self, cell: Cell, launched: FinetunerTrial | None = None) -> None:  # noqa: ARG002
+        """Raise UsageError for an objective, a layout or an optimizer that the trainer lacks, in a
+        file that is emitted, or else in a trial.
+        """
         words, has_copies = self.words, self.has_copies or is_ddp(cell)
 
         def obstacle(objective: Objective, layout: Layout) -> str | None:
@@ -243,10 +245,6 @@ class Finetuner(ABC):
     def command(self, training: FineTuning) -> str:
         """The command that starts the emitted training."""
 
-    def refuse(self, launched: FinetunerTrial) -> None:
-        """Raise UsageError for settings of a trial that the trainer lacks."""
-        self.refuse_untrainable(launched.cell)
-
     def environment(self, launched: FinetunerTrial) -> Mapping[str, str]:  # noqa: ARG002
         """Environment variables of a trial, besides those of all finetuners."""
         return {}
@@ -273,8 +271,28 @@ def is_ddp(cell: Cell) -> bool:
 
 def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
     """The user's files ``base``, changed for a trial. Raises UsageError if either rules it out."""
-    _refuse_untried(trainer, launched)
-    _refuse_base(trainer, base)
+    length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
+    refuse_unlaunched(launched.spec, name=trainer.words.name)
+    trainer.refuse(launched.cell, launched)
+    if length_tokens % multiple:
+        near_tokens = length_tokens + -length_tokens % multiple
+        raise UsageError(
+            f"{trainer.words.name} pads each batch to a multiple of {multiple} tokens, and "
+            f"{format_tokens(length_tokens)} are none",
+            hint=f"use `--length {near_tokens}`; of a search `--start-length {near_tokens} "
+            f"--resolution {multiple}` or multiples of them",
+        )
+    for name, hint in trainer.refused.items():
+        value = base.config.get(name)
+        if value and (value is True or value != 1):  # a degree of 1 shares nothing
+            raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
+    for name, meant in trainer.trains.items():
+        value = base.config.get(name, meant)
+        if value != meant:
+            raise UsageError(
+                f"{base.source} has {name}: {value}, and trials are of {name}: {meant}",
+                hint=f"leave `{name}` out, or start it by `--trainer command`",
+            )
     emitted = _emitted(trainer, launched)
     left = [name for name in base.config if _is_one(name, trainer.left_out)]
     kept = {name: value for name, value in base.config.items() if name not in left}
@@ -297,35 +315,6 @@ def of_recomputation(launched: FinetunerTrial, base: OwnFile) -> bool:
     if name in base.config and "recompute" not in launched.spec.settings.named:
         return bool(base.config[name])
     return launched.is_on_cpu and launched.spec.settings.recompute != "none"
-
-
-def _refuse_untried(trainer: Finetuner, launched: FinetunerTrial) -> None:
-    length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
-    refuse_unlaunched(launched.spec, name=trainer.words.name)
-    trainer.refuse(launched)
-    if length_tokens % multiple:
-        near_tokens = length_tokens + -length_tokens % multiple
-        raise UsageError(
-            f"{trainer.words.name} pads each batch to a multiple of {multiple} tokens, and "
-            f"{format_tokens(length_tokens)} are none",
-            hint=f"use `--length {near_tokens}`; of a search `--start-length {near_tokens} "
-            f"--resolution {multiple}` or multiples of them",
-        )
-
-
-def _refuse_base(trainer: Finetuner, base: OwnFile) -> None:
-    """Raise UsageError for a field in the user's file that a trial cannot take over."""
-    for name, hint in trainer.refused.items():
-        value = base.config.get(name)
-        if value and (value is True or value != 1):  # a degree of 1 shares nothing
-            raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
-    for name, meant in trainer.trains.items():
-        value = base.config.get(name, meant)
-        if value != meant:
-            raise UsageError(
-                f"{base.source} has {name}: {value}, and trials are of {name}: {meant}",
-                hint=f"leave `{name}` out, or start it by `--trainer command`",
-            )
 
 
 def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from highwater.model.model_place import catalog_model, is_hub_id
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
 from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
 from highwater.trainers.accelerate import ENDS
 from highwater.trainers.emitted import (
@@ -159,9 +160,11 @@ class _MsSwift(Finetuner):
             **{f"ENV.{name}": value for name, value in variables.items()},
         }
 
-    def refuse(self, launched: FinetunerTrial) -> None:
-        super().refuse(launched)
-        layout = launched.spec.layout
+    def refuse(self, cell: Cell, launched: FinetunerTrial | None = None) -> None:
+        super().refuse(cell, launched)
+        if launched is None:
+            return
+        layout = cell.layout
         by_heads = _sharing_heads(layout, launched.shape)
         if by_heads != layout.ulysses_degree:
             raise UsageError(

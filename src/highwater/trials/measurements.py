@@ -19,7 +19,6 @@ from highwater.nouns.attention_bench import (
     OFF_AT_THE_MOST,
     BenchCheck,
     BenchLine,
-    BenchMachine,
     BenchOrder,
     BenchPart,
     BenchRow,
@@ -92,7 +91,20 @@ def _lines(order: BenchOrder, folder: Path, measures: str) -> Generator[BenchLin
         (told,) = group.parts(_SET_UP_S[order.device])
     if told.machine is None:
         raise MachineError(told.reason, hint=told.hint or _HINT)
-    _refuse_memory(order, told.machine)
+    asked, has = order.memory_bytes, told.machine.memory_total_bytes
+    takes = told.machine.outside_bytes
+    if asked is not None and order.device == "cuda" and asked > has:
+        raise MachineError(
+            f"{format_bytes(asked)} on a GPU of {format_bytes(has)}",
+            hint=f"use `--memory {has >> 20}MiB` or less",
+        )
+    least = takes + _ROOM_BYTES
+    if asked is not None and asked < least:
+        what = "PyTorch itself" if order.device == "cpu" else "the GPU's context"
+        raise MachineError(
+            f"{format_bytes(asked)} leave nothing for tensors: {what} takes {format_bytes(takes)}",
+            hint=f"use `--memory {-(-2 * least // MIB)}MiB`",
+        )
     yield BenchLine(machine=told.machine)
     not_run = {(each.implementation, each.mode): each for each in told.not_run}
     for name, mode in order.entries():
@@ -248,22 +260,3 @@ class _BenchRanks:
         last = " / ".join(said.strip().splitlines()[-2:])
         reason = kept(f"the process ended with {ended.status}: {last}")
         return BenchPart(ending="crashed", reason=reason)
-
-
-def _refuse_memory(order: BenchOrder, machine: BenchMachine) -> None:
-    """Raise MachineError if this machine cannot give the memory that an order requests."""
-    asked, has, takes = order.memory_bytes, machine.memory_total_bytes, machine.outside_bytes
-    least = takes + _ROOM_BYTES
-    if asked is None:
-        return
-    if order.device == "cuda" and asked > has:
-        raise MachineError(
-            f"{format_bytes(asked)} on a GPU of {format_bytes(has)}",
-            hint=f"use `--memory {has >> 20}MiB` or less",
-        )
-    if asked < least:
-        what = "PyTorch itself" if order.device == "cpu" else "the GPU's context"
-        raise MachineError(
-            f"{format_bytes(asked)} leave nothing for tensors: {what} takes {format_bytes(takes)}",
-            hint=f"use `--memory {-(-2 * least // MIB)}MiB`",
-        )

@@ -265,25 +265,19 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     )
 
 
-def refuse_missing_package(settings: Settings, versions: Mapping[str, str] | None = None) -> None:
-    """Raise MachineError if a package for the optimizer or LoRA is not in ``versions`` (here)."""
+def refuse_missing_package(
+    settings: Settings, versions: Mapping[str, str] | None = None, *, reporters: Iterable[str] = ()
+) -> None:
+    """Raise MachineError if the optimizer, LoRA or one of the ``reporters`` lacks a package, or one
+    that is new enough, here or in ``versions``.
+    """
     package = settings.optimizer_traits.package
     needed = [] if package is None else [(settings.optimizer, package, "use `--optimizer adamw`")]
     if settings.lora is not None:
         needed.append(("LoRA", "peft", "leave `--lora` out"))
     if settings.lora_base == "nf4":
         needed.append(("a model in nf4", "bitsandbytes", "leave `--lora-base` out"))
-    _refuse_missing(needed, versions)
-
-
-def refuse_missing_reporters(names: Iterable[str]) -> None:
-    """Raise MachineError if a package for ``--report-to`` is missing or too old."""
-    _refuse_missing([(f"--report-to {name}", name, f"leave `{name}` out") for name in names])
-
-
-def _refuse_missing(
-    needed: Iterable[tuple[str, str, str]], versions: Mapping[str, str] | None = None
-) -> None:
+    needed += [(f"--report-to {name}", name, f"leave `{name}` out") for name in reporters]
     for what, package, other in needed:
         oldest = OLDEST[package]
         hint = f"`pip install '{package}>={'.'.join(map(str, oldest))}'`, or {other}"

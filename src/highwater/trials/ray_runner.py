@@ -113,7 +113,20 @@ def cluster_at(address: str | None, needs: Needs) -> RayCluster:
     """
     address = address or os.environ.get("RAY_ADDRESS") or AUTO
     if address != AUTO:
-        _refuse_unreachable(address)
+        host, colon, port = address.rpartition(":")
+        if "://" in address or not colon or not host or not port.isdecimal():
+            raise UsageError(
+                f"{address!r} is not the address of a Ray cluster, which is HOST:PORT of its head",
+                hint="for example `--address 10.0.0.1:6379`, on a machine of the cluster; "
+                "`ray status` there says whether it runs",
+            )
+        try:  # where nobody listens Ray would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), _REACHED_S).close()
+        except (OSError, OverflowError) as error:
+            raise MachineError(
+                f"no Ray cluster answers at {address}: {error}",
+                hint=f"{START}; `--address HOST:6379` joins another's",
+            ) from error
     installed = versions_of(["ray"]).get("ray")
     if installed is None:
         raise MachineError("`--runner ray` needs ray, which is not installed", hint=_INSTALL)
@@ -123,24 +136,6 @@ def cluster_at(address: str | None, needs: Needs) -> RayCluster:
             f"ray {installed} is too old: {oldest} is the first that works", hint=_INSTALL
         )
     return RayCluster(address, needs)
-
-
-def _refuse_unreachable(address: str) -> None:
-    """Raise for a malformed address, or one without a server: Ray would retry for minutes."""
-    host, colon, port = address.rpartition(":")
-    if "://" in address or not colon or not host or not port.isdecimal():
-        raise UsageError(
-            f"{address!r} is not the address of a Ray cluster, which is HOST:PORT of its head",
-            hint="for example `--address 10.0.0.1:6379`, on a machine of the cluster; `ray status` "
-            "there says whether it runs",
-        )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACHED_S).close()
-    except (OSError, OverflowError) as error:
-        raise MachineError(
-            f"no Ray cluster answers at {address}: {error}",
-            hint=f"{START}; `--address HOST:6379` joins another's",
-        ) from error
 
 
 class Chosen(NamedTuple):

@@ -328,7 +328,15 @@ def register_block_sparse(
         if query_BHSD.shape[2] != key_BKSD.shape[2]:
             raise _uncomputed(module, "a cache of earlier keys")
         documents = _document_lengths(module, query_BHSD, features)
-        _refuse_uncomputed(module, features, longest=max(map(max, documents)))
+        # a family that does not pass its window on has put it into the mask; 0 means no window
+        own = getattr(getattr(module, "config", None), "sliding_window", None) or None
+        window = features.get("sliding_window", own)
+        if window is not None and window < (longest := max(map(max, documents))):
+            what = f"a sliding window of {window} tokens, too few for documents of {longest}"
+            raise _uncomputed(module, what)
+        _refuse_features(module, features, _uncomputed, "softcap", "s_aux")
+        if getattr(module, "is_causal", True) is False:
+            raise _uncomputed(module, "no causal order")
         scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
         kernel, rows = kernel_of(module, "auto"), [(query_BHSD, key_BKSD, value_BKSD)]
         table = attend_table_of(kernel, pattern, query_BHSD, key_BKSD.shape[1])
@@ -386,19 +394,6 @@ def _lengths(begins: Tensor) -> tuple[int, ...]:
     """Count each document's tokens, from where documents begin (for all tokens but the first)."""
     first = [0, *(begins.nonzero()[:, 0] + 1).tolist(), len(begins) + 1]
     return tuple(stop - start for start, stop in pairwise(first))
-
-
-def _refuse_uncomputed(module: nn.Module, features: dict[str, Any], *, longest: int) -> None:
-    """Raise ModelError for a feature that block-sparse attention does not compute."""
-    # a family that does not pass its window on has put it into the mask; 0 means no window
-    own = getattr(getattr(module, "config", None), "sliding_window", None) or None
-    window = features.get("sliding_window", own)
-    if window is not None and window < longest:
-        what = f"a sliding window of {window} tokens, too few for documents of {longest}"
-        raise _uncomputed(module, what)
-    _refuse_features(module, features, _uncomputed, "softcap", "s_aux")
-    if getattr(module, "is_causal", True) is False:
-        raise _uncomputed(module, "no causal order")
 
 
 def _uncomputed(module: nn.Module, feature: str) -> ModelError:

@@ -168,7 +168,17 @@ def data_files(paths: Sequence[str]) -> DataFiles:
             inside = [file for file in inside if file.kind != "text"]
         found += inside
     for path in (path for file in found for path in file.parts):
-        _refuse_unreadable(path)
+        try:
+            open_regular(path).close()
+        except PermissionError as error:
+            raise UsageError(
+                f"{path} may not be read", hint=f"let it be read: `chmod u+r {quote(str(path))}`"
+            ) from error
+        except OSError as error:
+            raise UsageError(
+                f"{path} cannot be read: {error.strerror}",
+                hint=f"see what it is, `ls -lL {quote(str(path))}`, and name a file",
+            ) from error
     names = Counter(file.name for file in found)
     clear = (file.name if names[file.name] == 1 else str(file.path) for file in found)
     return DataFiles(
@@ -213,20 +223,6 @@ def _inside(path: Path, name: str) -> Iterator[DataFile]:
         is_passed = each.is_symlink() if each.is_dir() else is_about
         if not each.name.startswith(".") and not is_passed:
             yield from _inside(each, f"{name}/{each.name}")
-
-
-def _refuse_unreadable(path: Path) -> None:
-    try:
-        open_regular(path).close()
-    except PermissionError as error:
-        raise UsageError(
-            f"{path} may not be read", hint=f"let it be read: `chmod u+r {quote(str(path))}`"
-        ) from error
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read: {error.strerror}",
-            hint=f"see what it is, `ls -lL {quote(str(path))}`, and name a file",
-        ) from error
 
 
 def records(file: DataFile) -> Iterator[DataRecord]:

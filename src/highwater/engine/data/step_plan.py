@@ -244,7 +244,22 @@ def fill_steps(units: Units, *, row_tokens: int, rows: int, seed: int, epoch: in
     Raises UsageError if a unit is larger than a step, or documents are too few for its rows. If all
     tried orders of a later epoch leave a row empty, it has the steps of the first epoch, shuffled.
     """
-    _refuse_no_step(units, row_tokens, rows)
+    documents = len(units.lengths)
+    _refuse_long(int(units.lengths.max()), row_tokens)
+    if documents < rows:
+        raise UsageError(
+            f"{counted(documents, 'document')} for {rows} rows a step",
+            hint=f"use `--rows {documents}`",
+        )
+    # Smaller units fit: longest documents first, a row without room is at least half full.
+    for unit in np.flatnonzero(units.sizes > rows * row_tokens // 2).tolist():
+        items = units.items(unit)
+        if _Packing.of(([] for _ in range(rows)), row_tokens).adding(items) is None:
+            raise UsageError(
+                f"{counted(len(items), 'document')} of {units.sizes[unit]:,} tokens that belong "
+                f"together, and a step of {rows} rows of {row_tokens:,}",
+                hint=f"use `--rows {len(items)}`",
+            )
     for number in range(_TRIES):
         order = shuffled(units.total, seed, epoch, number)
         steps = _filled_steps(units, order, row_tokens, rows)
@@ -388,25 +403,6 @@ def _laid_out(steps: Sequence[Sequence[Iterable[int]]]) -> EpochRows:
     rows = [list(row) for step in steps for row in step]
     ends = np.cumsum([0, *map(len, rows)])
     return EpochRows(np.fromiter(chain(*rows), np.int64, count=int(ends[-1])), ends)
-
-
-def _refuse_no_step(units: Units, row_tokens: int, rows: int) -> None:
-    documents = len(units.lengths)
-    _refuse_long(int(units.lengths.max()), row_tokens)
-    if documents < rows:
-        raise UsageError(
-            f"{counted(documents, 'document')} for {rows} rows a step",
-            hint=f"use `--rows {documents}`",
-        )
-    # Smaller units fit: longest documents first, a row without room is at least half full.
-    for unit in np.flatnonzero(units.sizes > rows * row_tokens // 2).tolist():
-        items = units.items(unit)
-        if _Packing.of(([] for _ in range(rows)), row_tokens).adding(items) is None:
-            raise UsageError(
-                f"{counted(len(items), 'document')} of {units.sizes[unit]:,} tokens that belong "
-                f"together, and a step of {rows} rows of {row_tokens:,}",
-                hint=f"use `--rows {len(items)}`",
-            )
 
 
 def _refuse_long(tokens: int, row_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""RoPE past the native length: YaRN, the model's own scaling up to its maximum, or a refusal. Also
+"""RoPE past the native length: YaRN, or the model's own scaling up to its maximum. Also
 frequencies that depend on a document's length: ``longrope`` has two sets, ``dynamic`` grows them.
 transformers uses the largest position as the length, which in a packed row or a rank's share is no
 document's length: here each document has the frequencies of its own length.
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from highwater.engine.parallel.sequence_layout import Part
-from highwater.errors import ModelError, UsageError
+from highwater.errors import ModelError
 from highwater.model.rope import grows, kept_parameters, yarn_parameters
 from highwater.nouns.settings import Rope
 
@@ -29,29 +29,17 @@ def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> N
 
     YaRN's factor is length / native length; for a model with its own scaling and ``rope="yarn"``,
     the native length is the one that its scaling started from. Scaling that grows with the length
-    (``dynamic``) has no maximum. Raises UsageError past a maximum.
+    (``dynamic``) has no maximum. Lengths past a maximum are refused where a trial is planned.
     """
     native = config.max_position_embeddings
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     own_scaling = parameters.get("rope_type", "default") != "default"
     if length_tokens <= native and not (own_scaling and rope == "yarn"):
         return
-    if "rope_type" not in parameters:
-        by_kind = "its RoPE for each kind of layer is not scaled"
-        why = by_kind if parameters else "it has no RoPE to scale"
-        raise UsageError(
-            f"{length_tokens} tokens are past the {native} that {config.model_type} was made for, "
-            f"and {why}",
-            hint=f"use `--max-length {native}`",
-        )
+    assert "rope_type" in parameters, f"{config.model_type} has no one RoPE to scale"
     if own_scaling and rope == "auto":
-        if grows(parameters):
-            return
-        raise UsageError(
-            f"{length_tokens} tokens are past the {native} up to which the model's own "
-            f"{parameters['rope_type']} scaling goes",
-            hint=f"use `--max-length {native}`, or `--rope yarn` to replace it",
-        )
+        assert grows(parameters), f"the model's own scaling goes up to {native} tokens"
+        return
     if own_scaling:
         native = parameters.get("original_max_position_embeddings", native)
     if length_tokens <= native:

@@ -39,8 +39,7 @@ from highwater.model.model_config import TEXT_OF, read_config
 from highwater.model.weight_files import (
     MXFP4_BLOCKS,
     MXFP4_SCALES,
-    quantised_tensor,
-    refuse_quantised_tensor,
+    refuse_quantised_tensors,
     weight_files,
 )
 from highwater.nouns.objective import BASE_PREFIX
@@ -293,7 +292,7 @@ def _unpickled(file: Path) -> _Unpickled:
         name: "F8" if "float8" in str(t.dtype) else narrow.get(t.dtype, "")
         for name, t in named.items()
     }
-    refuse_quantised_tensor(quantised_tensor(dtypes, is_mxfp4=False), file.parent)
+    refuse_quantised_tensors(dtypes, file.parent)
     return _Unpickled(named)
 
 

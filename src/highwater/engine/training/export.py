@@ -49,7 +49,14 @@ def export(training: Training, directory: Path, *, source: Path, merged: bool = 
     partial = directory.with_name(directory.name + PARTIAL)
     with agreed(mesh):
         if is_first:
-            _refuse_used(directory)
+            if directory.is_symlink() or (
+                directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+            ):
+                name = shlex.quote(str(directory))
+                raise UsageError(
+                    f"{directory} is there already, and a model is not written over anything",
+                    hint=f"`mv {name} {name}.before`",
+                )
             _remove_partial(partial)
     failure: OSError | None = None
     try:
@@ -74,17 +81,6 @@ def export(training: Training, directory: Path, *, source: Path, merged: bool = 
             _remove_partial(partial)
             raise _refusal(directory, error) from error
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-
-
-def _refuse_used(directory: Path) -> None:
-    if directory.is_symlink() or (
-        directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
-    ):
-        name = shlex.quote(str(directory))
-        raise UsageError(
-            f"{directory} is there already, and a model is not written over anything",
-            hint=f"`mv {name} {name}.before`",
-        )
 
 
 def _remove_partial(partial: Path) -> None:

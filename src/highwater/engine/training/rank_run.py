@@ -355,7 +355,15 @@ class Trial(RankRun):
             self.on_phase(f"step {step} of {self.spec.steps}")
             whole = [next(source) for _ in range(self.spec.micro_batches)]
             if self.spec.data is not None:
-                self._refuse_different(whole, context)
+                digests = gather_rows(digest(whole).to(context.device), context.shared.every)
+                if len(digests.unique()) > 1:
+                    raise UsageError(
+                        f"{self.spec.data} yielded different documents to the "
+                        f"{context.shared.degree} ranks of data rank {context.data_rank}, each of "
+                        "which trains a part of them",
+                        hint="seed what it draws or shuffles by `data_rank`, which these ranks "
+                        "share",
+                    )
             own = [context.share_of(batch) for batch in whole]
             with self.profiler.step(step - 1) if self.profiler else nullcontext():
                 self.step(training, own, number=step)
@@ -366,16 +374,6 @@ class Trial(RankRun):
             why = past_budget(self.watch.peaks(), self.report.budget)
             if why is not None:
                 raise torch.OutOfMemoryError(f"CUDA out of memory: {why}")
-
-    def _refuse_different(self, whole: Sequence[Batch], context: RankContext) -> None:
-        """Raise UsageError if ranks that share a sequence were given different documents."""
-        digests = gather_rows(digest(whole).to(context.device), context.shared.every)
-        if len(digests.unique()) > 1:
-            raise UsageError(
-                f"{self.spec.data} yielded different documents to the {context.shared.degree} "
-                f"ranks of data rank {context.data_rank}, each of which trains a part of them",
-                hint="seed what it draws or shuffles by `data_rank`, which these ranks share",
-            )
 
     def _save_what_is_due(self, training: Training, *, last: bool) -> None:
         """Save files that are due after a step; memory peaks of saving count for the trial."""

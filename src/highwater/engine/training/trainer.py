@@ -130,7 +130,14 @@ class Trainer:
     def _build(self, request: Request) -> None:
         self._context = take_context(self.spec)
         if request.allocator is not None:
-            _check_allocator(self.device, ALLOCATOR_MODES[request.allocator])
+            mode = ALLOCATOR_MODES[request.allocator]  # fixed when the process starts
+            name, _, wanted = mode.partition(":")
+            found = allocator_settings(self.device).get(name, wanted)
+            if found != wanted:
+                raise UsageError(
+                    f"the allocator runs with {name} {found}, and {wanted} is asked for",
+                    hint=f"`export {ALLOCATOR_VARIABLES[0]}={mode}` before the loop starts",
+                )
         self._statistics = Statistics(
             self._context.mesh, self._context.shared.every, quantities=self._own
         )
@@ -337,8 +344,16 @@ class Trainer:
         refusal: HighwaterError | None = None
         try:
             whole = [self._packed(micro_batch) for micro_batch in micro_batches]
-            if trains:
-                self._check_count(len(whole))
+            if trains and not whole:
+                raise UsageError(
+                    "a step of no micro-batches trains nothing",
+                    hint="give one or more: `[documents]`",
+                )
+            if trains and len(whole) > 1 and not self.spec.settings.accumulates:
+                raise UsageError(
+                    f"a step of {len(whole)} micro-batches, of a Trainer that adds up no gradients",
+                    hint="give a step one, or leave `micro_batches=1` out",
+                )
         except HighwaterError as error:
             error.hint = in_keywords(error.hint)
             refusal = error
@@ -364,17 +379,6 @@ class Trainer:
                 f"`sequences_per_micro_batch={-(-tokens // spec.length_tokens)}`",
             )
         return pack(documents)
-
-    def _check_count(self, micro_batches: int) -> None:
-        if not micro_batches:
-            raise UsageError(
-                "a step of no micro-batches trains nothing", hint="give one or more: `[documents]`"
-            )
-        if not self.spec.settings.accumulates and micro_batches > 1:
-            raise UsageError(
-                f"a step of {micro_batches} micro-batches, of a Trainer that adds up no gradients",
-                hint="give a step one, or leave `micro_batches=1` out",
-            )
 
     def _agree(self, refusal: HighwaterError | None) -> None:
         """Raise on all ranks if one has a refusal: on others an error that names this rank."""
@@ -426,14 +430,3 @@ class Trainer:
                 hint=f"name a new directory: `{target.name}-{self.steps_done}`",
             )
         return None
-
-
-def _check_allocator(device: torch.device, mode: str) -> None:
-    """Raise UsageError unless the allocator runs in this mode, fixed when the process starts."""
-    name, _, wanted = mode.partition(":")
-    found = allocator_settings(device).get(name, wanted)
-    if found != wanted:
-        raise UsageError(
-            f"the allocator runs with {name} {found}, and {wanted} is asked for",
-            hint=f"`export {ALLOCATOR_VARIABLES[0]}={mode}` before the loop starts",
-        )

@@ -118,7 +118,7 @@ def calibrate(
     return Calibration(
         coverage=COVERAGE,
         factors=tuple(factors for factors in map(learned, allocators) if factors is not None),
-        own_trials=sum(residual not in bundled for residual in used),
+        own_trials=sum(residual not in bundled for residual in used) if own else 0,
         edges=sum(residual.at_least_bytes is not None for residual in used),
         device_names=tuple(dict.fromkeys(residual.device_name for residual in used)),
         model_names=tuple(dict.fromkeys(residual.model_name for residual in used)),

@@ -49,7 +49,7 @@ from highwater.trainers.foreign import (
     write_files,
 )
 from highwater.trainers.logs import steps_of
-from highwater.trainers.trl.words import COMMANDS, VERSION, refuse_other_sharing, trl_values
+from highwater.trainers.trl.words import COMMANDS, VERSION, refuse_untrainable, trl_values
 
 CONFIG = "trl.yaml"
 _PROGRAM = "trl"
@@ -89,19 +89,10 @@ class TrialBatch(NamedTuple):
         return self.micro_batches * self.rows * self.groups
 
 
-def refuse_untried(spec: TrialSpec, shape: ModelShape) -> None:
-    """Raise UsageError, by name and with a hint, for settings that trials of TRL do not have."""
-    if spec.settings.objective not in TRIED:
-        raise UsageError(
-            f"trials of TRL are written for {', '.join(TRIED)}, not for {spec.settings.objective}",
-            hint="use `--objective sft`",
-        )
-    refuse_unwritten(spec, shape)
-
-
 def refuse_unwritten(spec: TrialSpec, shape: ModelShape) -> None:
     """Raise UsageError for settings that no configuration of TRL can express."""
-    refuse_other_sharing(Cell(settings=spec.settings, layout=spec.layout), shape)
+    cell = Cell(settings=spec.settings, layout=spec.layout)
+    refuse_untrainable(cell, shape, has_ulysses=False)
     if spec.settings.holds_logits:
         raise UsageError(
             f"the losses of TRL {VERSION} are computed in tiles, and never hold whole logits",
@@ -287,7 +278,12 @@ def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Foreig
 
 def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:
     """Notes on a trial of TRL. Raises HighwaterError if TRL is missing or cannot express it."""
-    refuse_untried(spec, load_model(spec.model_directory).shape)
+    if spec.settings.objective not in TRIED:
+        raise UsageError(
+            f"trials of TRL are written for {', '.join(TRIED)}, not for {spec.settings.objective}",
+            hint="use `--objective sft`",
+        )
+    refuse_unwritten(spec, load_model(spec.model_directory).shape)
     base, program = own_files(foreign), (foreign.command or (_PROGRAM,))[0]
     refuse_no_program(program, "TRL", _PROGRAM, _PROGRAM)
     nowhere = TrialPlace(Path("there"), Path("there"), Path("there"))

@@ -170,8 +170,8 @@ def _traded(tensor_TGX: Tensor, group: dist.ProcessGroup) -> Tensor:
 def fuse_delta_nets(causal_lm: PreTrainedModel, attention: Attention) -> None:
     """Replace every gated DeltaNet of a family's model by ours, in place.
 
-    Raises ModelError for a layer that computes something else, or whose heads the ranks cannot
-    share, and MachineError if the family's class does not run, so that ours cannot be compared.
+    Raises ModelError for a layer that computes something else, and MachineError if the family's
+    class does not run, so that ours cannot be compared.
     """
     proven: set[type[nn.Module]] = set()
     for parent in list(causal_lm.modules()):
@@ -183,21 +183,10 @@ def fuse_delta_nets(causal_lm: PreTrainedModel, attention: Attention) -> None:
                 _prove(theirs, causal_lm.config)
                 proven.add(type(theirs))
             ours = GatedDeltaNet(theirs, attention)
-            _refuse_shared(ours, causal_lm.config.model_type)
+            if (ranks := ours.attention.shared.ulysses) is not None:
+                heads = ours.heads.key_heads
+                assert heads % dist.get_world_size(ranks) == 0, "such layouts are refused"
             setattr(parent, name, ours)
-
-
-def _refuse_shared(ours: GatedDeltaNet, family: str) -> None:
-    """Raise ModelError if the Ulysses degree does not divide the layer's key heads."""
-    shared, heads = ours.attention.shared, ours.heads.key_heads
-    if shared.ulysses is not None:
-        degree = dist.get_world_size(shared.ulysses)
-        if heads % degree:
-            raise ModelError(
-                f"{degree} ranks do not share the {heads} key heads of linear attention of a "
-                f"{family}",
-                hint=f"use `--ulysses` with a divisor of {heads}",
-            )
 
 
 def _prove(theirs: nn.Module, config: PreTrainedConfig) -> None:
