@@ -280,7 +280,7 @@ class Lora(Record, frozen=True, kw_only=True):
     """Number format of the frozen model: the dtype it computes in, or NF4 in its linear layers."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a rank, a weight or names that cannot be."""
+        """Raise UsageError for a rank or alpha out of range, or for malformed layer names."""
         if not 1 <= self.rank <= MOST_RANK:
             hint = f"use 1 to {MOST_RANK}: `--lora 32`"
             raise UsageError(f"a LoRA rank of {self.rank}", hint=hint)

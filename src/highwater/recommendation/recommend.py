@@ -198,7 +198,7 @@ def goal_of(
     settings: Mapping[str, Any],
     rollout_gpus: int,
 ) -> Goal:
-    """The goal of a recommendation; raises HighwaterError for settings that cannot be."""
+    """The goal of a recommendation; raises HighwaterError for invalid settings."""
     refuse_unknown_family(load_model(model))
     typed = request_from({"model": model, **settings}, keywords=True)
     goal = Goal(
