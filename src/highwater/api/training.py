@@ -1,4 +1,4 @@
-"""Training from Python: from a request to a run, and what it came to.
+"""Training from Python: from a request to a run and its result.
 
 ```python
 import highwater
@@ -53,7 +53,7 @@ from highwater.trials.training_ranks import OnProgress, own_folder, run_ranks
 
 
 class PreparedTraining(Record, frozen=True, kw_only=True):
-    """A run before it starts."""
+    """A training that is checked and tokenised, before it starts."""
 
     spec: TrainingSpec
     predicted: CellPrediction
@@ -82,12 +82,11 @@ def train(
     **settings: Any,
 ) -> TrainingResult:
     """Train ``model`` on ``data`` for ``steps`` optimizer steps, documents of up to ``length``
-    tokens packed into rows; called again it goes on after the last checkpoint in ``output``.
+    tokens packed into rows; called again, it resumes from the last checkpoint in ``output``.
     ``settings`` are the other fields of ``TrainingRequest`` (``settings="recommended"``, ``rows``,
-    ``schedule``, ``save_every``) and those of ``Request`` that say how a step is made (``gpus``,
-    ``lora``, ``memory``, ``learning_rate``). Blocks until it is done; Ctrl-C leaves a checkpoint
-    first. Raises HighwaterError for what cannot be trained, before anything starts, and for what
-    ended it.
+    ``schedule``, ``save_every``) and those of ``Request`` that define a step (``gpus``, ``lora``,
+    ``memory``, ``learning_rate``). Blocks until the training ends; Ctrl-C saves a checkpoint first.
+    Raises HighwaterError for invalid settings, before anything starts, and if the training fails.
     """
     named: dict[str, Any] = {
         "data": (data,) if isinstance(data, str) else tuple(data),
@@ -168,7 +167,7 @@ def prepare_training(
 
 
 def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
-    """Complete the request and choose its trial; HighwaterError for what cannot be."""
+    """Complete the request and choose its trial; HighwaterError if it cannot be trained."""
     machine = probe().with_memory(request.host_memory_bytes or sys.maxsize)
     asked = asked.replace(rows=_rows(asked))
     request = _completed(request.replace(log_dir=asked.output))
@@ -206,7 +205,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
 
 
 def _completed(request: Request) -> Request:
-    """The request with what a training implies: merged weights are saved, adapters learn faster."""
+    """The request with its implied settings: merged weights are saved, adapters learn faster."""
     named = msgspec.structs.asdict(request)
     implied: dict[str, Any] = {"save_hf": "last"} if named["lora_merged"] else {}
     if named["lora"] is not None and request.learning_rate is None:
@@ -215,7 +214,7 @@ def _completed(request: Request) -> Request:
 
 
 def _rows(asked: TrainingRequest) -> int | None:
-    """The named rows of a step, or those of the run that is in the folder."""
+    """Number of rows in a step: as named, or as in the run that the output folder has."""
     before = TrainingFolder(asked.output).spec()
     return asked.rows or (before.micro_batches if before else None)
 
@@ -225,7 +224,7 @@ _RECORD_BYTES = 1 << 20
 
 
 def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
-    """The request to tokenise a training's data."""
+    """The order to tokenise a training's data, for ``tokenised``."""
     directory = Path(trial.model_directory)
     has_tokenizer = not missing_files(directory).tokenizer
     for path in filter(Path.is_file, map(Path, () if has_tokenizer else data)):
@@ -261,7 +260,7 @@ def training_spec(
     *,
     rows: int | None,
 ) -> TrainingSpec:
-    """The run; its trial has one rank's share of the micro-batches."""
+    """The specification of a run; its trial has one rank's share of the micro-batches."""
     ranks = trial.layout.data_parallel_degree
     micro_batches = rows or ranks * trial.micro_batches
     own = max(1, micro_batches // ranks)
@@ -301,7 +300,7 @@ def training_spec(
 
 
 def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction) -> float | None:
-    """Seconds of all steps, if rows are as long as the length; None: the GPU is unknown."""
+    """Predicted seconds of all steps, with rows of the full length; None: unknown GPU."""
     if predicted.step is None or trial.device != "cuda":
         return None
     name = probe().gpus[0].name
@@ -319,7 +318,7 @@ def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction)
 def run_training(
     prepared: PreparedTraining, *, on_progress: OnProgress | None = None
 ) -> TrainingResult:
-    """Run what was prepared, within ``own_folder``; what is done already is not done again."""
+    """Run a prepared training within ``own_folder``; steps of earlier runs are not repeated."""
     spec = prepared.spec
     reports: Sequence[RankReport] = ()
     last: list[TrainingProgress] = []
@@ -347,7 +346,7 @@ def result_so_far(
     reports: Sequence[RankReport] = (),
     heard: Sequence[TrainingProgress] = (),
 ) -> TrainingResult | None:
-    """The result as the last checkpoint has it; None: there is none."""
+    """The result up to the last checkpoint; None if there is no checkpoint."""
     spec = prepared.spec
     state = TrainingFolder(spec.output_directory).last_state()
     if state is None:

@@ -1,5 +1,5 @@
-"""RoPE's block in a ``config.json``, or the block of each kind of layer: read, and refused if
-transformers cannot build a model with it or ignores it.
+"""Read RoPE's block in a ``config.json``, or the block of each kind of layer; refuse a block that
+transformers ignores or cannot build a model with.
 
 Source: ``modeling_rope_utils.py`` and ``configuration_*.py`` of transformers 5.23;
 tests/numeric/test_configs_as_their_classes.py compares with those that are installed.

@@ -165,8 +165,8 @@ def refuse_quantised_tensors(
 
 def unties(directory: Path) -> bool:
     """True if the files hold a head and an embedding with different values, which transformers does
-    not tie, whatever the config says. Equal ones are compared to the last byte: seconds for a large
-    vocabulary. Raises ModelError if their dtypes differ.
+    not tie, whatever the config says. Equal tensors are compared to the last byte: seconds for a
+    large vocabulary. Raises ModelError if their dtypes differ.
     """
     tensors = saved_tensors(directory)
     heads = [name for name in tensors if name.removeprefix("language_model.") in _HEADS]
@@ -230,7 +230,7 @@ def _files(directory: Path, pattern: str = "*") -> list[Path]:
 
 
 def _versions(directory: Path) -> tuple[tuple[Path, int, int], ...]:
-    """Return the safetensors files, with time and size, by which a cache detects changes."""
+    """Return the safetensors files, with times and sizes, as the key of a cache."""
     files = [file for file in weight_files(directory) if file.suffix == ".safetensors"]
     try:
         return tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
@@ -284,7 +284,7 @@ def _entry(file: Path, entry: Any, data: int, size: int) -> SavedTensor:
 
 
 def _has_partner(name: str, dtypes: Mapping[str, str]) -> bool:
-    """True for blocks whose scales are there, and for scales whose blocks are there."""
+    """True for MXFP4 blocks if their scales exist, and for scales if their blocks exist."""
     for end, other in ((MXFP4_BLOCKS, MXFP4_SCALES), (MXFP4_SCALES, MXFP4_BLOCKS)):
         if name.endswith(end):
             return dtypes[name] == dtypes.get(name.removesuffix(end) + other) == "U8"
@@ -293,7 +293,7 @@ def _has_partner(name: str, dtypes: Mapping[str, str]) -> bool:
 
 @lru_cache(maxsize=16)
 def _same_bytes(one: SavedTensor, other: SavedTensor, _: tuple[tuple[Path, int, int], ...]) -> bool:
-    """True if two tensors of one shape and dtype have the same bytes; cached by file versions."""
+    """True if two tensors of equal shape and dtype have equal bytes; cached by file versions."""
     with open_regular(one.file) as first, open_regular(other.file) as second:
         for offset in range(0, one.end - one.begin, _COMPARED_BYTES):
             length = min(_COMPARED_BYTES, one.end - one.begin - offset)

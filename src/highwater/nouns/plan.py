@@ -1,4 +1,4 @@
-"""Plan: a request made into a question that this machine can be asked. Nothing is started."""
+"""Plan: turn a request into a question for this machine. No process is started."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -54,8 +54,8 @@ LONGEST_TOKENS: dict[Device, int] = {"cuda": CEILING_TOKENS, "cpu": 8192}
 
 
 def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple[str, ...]]:
-    """The lengths to try, and notes on an end that nobody asked for. Predictions cost little: their
-    steps are as fine past the native length as before it, but for the published scan.
+    """The lengths to try, and notes on a longest length that the user did not set. Predictions use
+    steps as fine past the native length as before it, except in the published scan.
     """
     longest, notes = _longest(request, model, device)
     grid = usual_grid(
@@ -71,7 +71,7 @@ def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple
 
 
 def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple[str, ...]]:
-    """The longest length to try, and a note on why: native where nothing scales past it."""
+    """The longest length to try, and a note on it: the native one if positions do not scale."""
     native = model.shape.native_length_tokens
     longest, notes = request.max_tokens or LONGEST_TOKENS[device], ()
     if request.max_tokens is None and device == "cpu":
@@ -93,10 +93,9 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
 
 
 def refuse_other_class(model: Model, trainer: str) -> None:
-    """Raise UsageError for models that another trainer trains otherwise: the text model of a
-    multimodal one, whose vision tower is on the GPU there, and no prediction counts it; and linear
-    attention, which each trainer computes by kernels of its own, if it tells documents and ranks
-    apart at all.
+    """Raise UsageError for models that another trainer trains differently: the text part of a
+    multimodal model, whose vision tower it also keeps on the GPU, which no prediction counts; and
+    linear attention, which each trainer computes with different kernels.
     """
     if model.shape.delta is not None and trainer != OURS:
         raise UsageError(
@@ -113,7 +112,7 @@ def refuse_other_class(model: Model, trainer: str) -> None:
 
 
 def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:
-    """Raise UsageError for a length, named by ``flag``, to which nothing scales positions."""
+    """Raise UsageError for a length past the native one without RoPE scaling; ``flag`` named it."""
     native = model.shape.native_length_tokens
     if length_tokens <= native or not ends_at_native(model, rope):
         return
@@ -161,7 +160,7 @@ _TRIALS_OF_A_CELL = 3
 
 
 def proof_of(request: Request, model: Model, device: Device) -> Proof:
-    """The proof as asked; else by memory on GPUs where possible, unless only a timeout is named."""
+    """The requested proof; else memory-only on GPUs if possible, unless only a timeout is named."""
     if request.proof is not None:
         return request.proof
     is_timed = request.timeout is not None and request.budget is None
@@ -176,7 +175,7 @@ def proof_of(request: Request, model: Model, device: Device) -> Proof:
 def budget_of(
     request: Request, proof: Proof, device: Device, cells: Sequence[Cell]
 ) -> float | None:
-    """Seconds that a search may take; None: no limit. Raises UsageError for too few."""
+    """Time limit of the search in seconds; None: no limit. UsageError: too short for a trial."""
     if request.budget_s is not None:
         least_s = SHORTEST_TIMEOUT_S[device]
         if request.budget_s < least_s:
@@ -194,7 +193,7 @@ def budget_of(
 def timeout_of(
     request: Request, proof: Proof, budget_s: float | None, device: Device, cells: Sequence[Cell]
 ) -> float:
-    """Seconds that one full trial may take: as asked, or its share of the budget."""
+    """Time limit of one full trial in seconds: as requested, or a share of the search's budget."""
     if request.timeout is not None or proof == "full" or budget_s is None:
         return request.timeout_s
     return max(SHORTEST_TIMEOUT_S[device], budget_s / (_TRIALS_OF_A_CELL * len(cells)))
@@ -210,7 +209,7 @@ _NOT_IN_PIECES = (
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """The question that will be asked, and what the user should know before it starts."""
+    """The question to answer, and notes for the user before the search starts."""
 
     question: Question
     notes: tuple[str, ...] = ()
@@ -231,9 +230,9 @@ def plan(
     machines: int = 1,
     cells: tuple[Cell, ...] = (),
 ) -> Plan:
-    """The question that a request asks of a machine and a trainer, about ``cells``, or else about
-    those of ``cells_of``, which ``within_machines`` and ``machines`` go to. Raises ModelError,
-    UsageError or MachineError for what cannot be asked, before anything starts.
+    """The question that a request asks of a machine and a trainer. ``cells``: the cells it is
+    about, else those of ``cells_of``, which gets ``within_machines`` and ``machines``. Raises
+    ModelError, UsageError or MachineError for a request that cannot be met, before anything starts.
     """
     model = load_model(request.model)
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
@@ -301,7 +300,7 @@ def plan(
 def _foreign_plan(
     request: Request, machine: Machine, model: Model, device: Device, foreign: ForeignTrainer
 ) -> Plan:
-    """The plan for a foreign trainer, whose settings are its own: rungs vary the allocator."""
+    """Plan for a foreign trainer, whose own file has the settings; only the allocator varies."""
     request = with_one_count(request, foreign).replace(
         proof="full", loss=FOREIGN[foreign.trainer].loss
     )
@@ -347,7 +346,7 @@ def _question(
 
 def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialSpec:
     """One trial of a request: the cheapest rung and one GPU, unless the request names others.
-    Raises what ``plan`` raises, and UsageError when the request names several layouts.
+    Raises the errors of ``plan``, and UsageError if the request names several layouts.
     """
     if length_tokens < 2:
         raise UsageError(
@@ -391,7 +390,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
 
 
 def alone(request: Request, length_tokens: int) -> Request:
-    """The request for a search of one length on one rung."""
+    """The request narrowed to one length and one rung."""
     return request.replace(
         proof="full",
         attention_depth=None,
@@ -415,7 +414,7 @@ def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int)
 
 
 def gpus_hint(request: Request, length_tokens: int) -> str:
-    """A hint to type where there is no GPU, and the CPU will not do."""
+    """A hint to type if this machine has no GPU and the request needs one."""
     asked = f"{shlex.quote(request.model)} --gpus 1xH100-80GB --length {length_tokens}"
     return f"start it where GPUs are; `highwater predict {asked}` says how many it takes"
 
@@ -508,7 +507,7 @@ def _adapters_here(request: Request, model: Model) -> tuple[Request, tuple[str, 
 
 def _refuse_experts(settings: Settings, model: Model, device: Device, trainer: TrainerName) -> None:
     """Raise ModelError for experts whose rows are no multiple of 16 bytes, as PyTorch needs, and
-    UsageError for what adapters on experts cannot be combined with.
+    UsageError for settings that exclude adapters on experts.
     """
     lora, numbers = settings.adapters, _ROW_BYTES // (4 if device == "cpu" else 2)
     for what, width in (

@@ -1,5 +1,5 @@
-"""Trial hardware: which part of a machine the trials of a request run on; what is missing or
-impossible is refused.
+"""Trial hardware: the part of a machine that the trials of a request run on. Requests for GPUs or
+memory that the machine lacks are refused.
 """
 
 import shlex
@@ -33,12 +33,12 @@ class TrialHardware(NamedTuple):
 
     @property
     def total_bytes(self) -> int | None:
-        """Memory of the smallest of the GPUs; None without one."""
+        """Memory in bytes of the smallest GPU; None if there is no GPU."""
         return min((gpu.memory_total_bytes for gpu in self.gpus), default=None)
 
     @property
     def device_name(self) -> str:
-        """``CPU``, or the GPUs as their driver names them; raises UsageError for different ones."""
+        """``CPU``, or the GPUs' name by their driver; UsageError for GPUs of several kinds."""
         if self.device == "cpu":
             return "CPU"
         names = list(dict.fromkeys(gpu.name for gpu in self.gpus))
@@ -52,7 +52,7 @@ class TrialHardware(NamedTuple):
 
 
 def hardware_of(request: Request, machine: Machine, model: Model, device: Device) -> TrialHardware:
-    """The part of a machine that a request means. Raises UsageError or MachineError without one."""
+    """The part of a machine that a request runs on. Raises UsageError or MachineError."""
     if request.device is None and device == "cpu":
         _refuse_what_needs_a_gpu(request, machine, model)
     counts = _counts(request, machine, device, model)
@@ -93,9 +93,9 @@ def hardware_of(request: Request, machine: Machine, model: Model, device: Device
 
 
 def cpu_memory(request: Request, machine: Machine) -> int:
-    """Bytes that each process on the CPU may take where no limit is named: its share of half of the
-    free memory, in steps of 512 MiB, below 1 GiB of 128 MiB: what is free a moment later then
-    mostly asks the same question.
+    """Bytes for each CPU process if no limit is named: an even share of half of the free memory. It
+    is rounded down to 512 MiB, below 1 GiB to 128 MiB, so that a later request mostly gives the
+    same question although free memory has changed a little.
     """
     processes = max(request.gpus or (1,)) * (request.max_concurrent_trials or 1)
     share = min(machine.host_memory_available_bytes // (2 * processes), _MOST_CPU_BYTES)
@@ -104,7 +104,7 @@ def cpu_memory(request: Request, machine: Machine) -> int:
 
 
 def used_gpus(machine: Machine, *, device: Device, count: int) -> tuple[Gpu, ...]:
-    """The GPUs that trials on ``count`` GPUs run on: the first ones that are visible."""
+    """The GPUs that trials on ``count`` GPUs use: the first visible ones."""
     return machine.gpus[:count] if device == "cuda" else ()
 
 
@@ -132,7 +132,7 @@ def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -
 
 
 def _refuse_what_needs_a_gpu(request: Request, machine: Machine, model: Model) -> None:
-    """Raise MachineError for a request that is meant for GPUs: it must not go to the CPU."""
+    """Raise MachineError if a request that needs GPUs would run on the CPU."""
     workers, budget = max(request.gpus or (1,)), request.memory_bytes
     if workers > 1:
         meant = f"{workers} GPUs are asked for"
@@ -152,7 +152,7 @@ def _refuse_what_needs_a_gpu(request: Request, machine: Machine, model: Model) -
 
 
 def _cpu_search(request: Request, model: Model) -> str:
-    """A search on the CPU to type: of this model if it is small enough, else of a tiny one."""
+    """A command for a search on the CPU: with this model if it is small enough, else a tiny one."""
     if model.shape.parameters * STATE_BYTES_PER_PARAMETER > GIB // 2:
         return CPU_SEARCH
     return f"highwater find {shlex.quote(request.model)} {CPU_FLAGS}"

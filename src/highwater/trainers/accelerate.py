@@ -2,9 +2,9 @@
 
 Accelerate is a launcher: it shards, offloads, recomputes and shares sequences, and does not know
 model, length or batch. It has two ways to share a sequence. Torch's context parallelism passes keys
-and values round a ring (with ``alltoall``), and FSDP2 shards the states as predicted: it is used if
-every layer has plain causal attention. Ulysses is DeepSpeed's, with ZeRO-3 for the states: it is
-used for models with windows (docs/decisions/019).
+and values round a ring (with ``alltoall``), and FSDP2 shards the states as predicted: this is
+chosen if every layer has plain causal attention. Ulysses is DeepSpeed's, with ZeRO-3 for the
+states: it is chosen for models with windows (docs/decisions/019).
 
 Source of the names: ``commands/config/config_args.py`` and ``launch.py`` of accelerate 1.15.0; of
 what a ring refuses: ``_attach_context_parallel_hooks`` in its ``big_modeling.py``.
@@ -97,7 +97,7 @@ def accelerate(
 
 
 def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) -> str | None:
-    """Reason, in words, why accelerate has a layout neither with DeepSpeed nor FSDP2; else None."""
+    """Reason why neither DeepSpeed nor FSDP2 in accelerate supports a layout; None if one does."""
     if layout.context_degree > 1 and shape is not None and not shape.has_plain_attention:
         if layout.ring_degree > 1:
             return (
@@ -115,14 +115,14 @@ def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) ->
 
 
 def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
-    """The way in which a layout shares sequences: a ring if FSDP2 can, whatever was predicted."""
+    """How a layout's sequences are shared: by a ring if FSDP2 can, whatever was predicted."""
     if layout.context_degree == 1:
         return "none"
     return "ring" if shape is None or shape.has_plain_attention else "heads"
 
 
 def padded_to(layout: Layout, sharing: SequenceSharing) -> int:
-    """Tokens to whose multiple a row is padded: each rank of a ring holds two chunks of a row."""
+    """Padding of a row: a multiple of these tokens; each rank of a ring holds two chunks."""
     return layout.context_degree * (2 if sharing == "ring" else 1)
 
 
@@ -132,7 +132,7 @@ def attention(sharing: SequenceSharing, shape: ModelShape | None) -> str:
 
 
 def instead(cell: Cell, sharing: SequenceSharing) -> tuple[str, ...]:
-    """Sentences on predicted ways of sharing sequences that accelerate replaces; else empty."""
+    """Sentences on predicted ways of sharing sequences that accelerate does differently."""
     strategy, layout = cell.settings.strategy, cell.layout
     if sharing == "heads":
         return (
@@ -241,7 +241,7 @@ def _mesh(layout: Layout) -> dict[str, Value]:
 
 
 def _fsdp(cell: Cell, *, is_second: bool) -> dict[str, Value]:
-    """Keys of FSDP1 or FSDP2; ``is_second``: FSDP2, whatever was predicted."""
+    """Keys of FSDP1 or FSDP2; ``is_second``: FSDP2, even if FSDP1 was predicted."""
     settings = cell.settings
     is_second |= settings.strategy == "fsdp2"
     return {

@@ -168,7 +168,7 @@ class Finetuner(ABC):
     def emit(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
     ) -> Emitted:
-        """Make a whole file, but for the data. Raises UsageError for settings it cannot express."""
+        """Make a whole file, except for the data. Raises UsageError for inexpressible settings."""
         cell = chosen.cell
         self.refuse(cell)
         shape = shape_here(found, model_path)
@@ -218,28 +218,28 @@ class Finetuner(ABC):
         return {}
 
     def obstacle(self, layout: Layout) -> str | None:  # noqa: ARG002
-        """Reason, in words, why no file is written for a layout; None if one is."""
+        """Reason why no file can be written for a layout; None if it can."""
         return None
 
     @abstractmethod
     def fuses(self, training: FineTuning) -> bool:
-        """True if the trainer's loss never holds whole logits."""
+        """True if the trainer's loss never holds all logits at once."""
 
     def why_unfused(self, layout: Layout) -> str:  # noqa: ARG002
         """Reason why the loss is not fused, for a training where it is not."""
         return self.unknown
 
     def cannot(self, training: FineTuning) -> list[str]:  # noqa: ARG002
-        """Parts of the settings that this trainer cannot express, besides those common to all."""
+        """Names of the settings that this trainer cannot express, besides those that none can."""
         return []
 
     @abstractmethod
     def said(self, training: FineTuning) -> list[str]:
-        """Lines of a comment: facts that a reader has to know, and things to do."""
+        """Comment lines for the user: facts to know, and steps to do."""
 
     @abstractmethod
     def values(self, training: FineTuning) -> dict[str, Value]:
-        """Settings by name: all that decide memory, and stand-ins for the data."""
+        """Fields of the configuration: all that affect memory, and stand-ins for the data."""
 
     @abstractmethod
     def command(self, training: FineTuning) -> str:
@@ -251,21 +251,21 @@ class Finetuner(ABC):
 
     @abstractmethod
     def own(self, launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that the trial sets, from the trial and its emitted fields; None: left out."""
+        """Fields that a trial sets, by the trial and its emitted fields; None: field removed."""
 
     @abstractmethod
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """The files from the merged fields, with fields that exclude each other settled."""
+        """The files made of the merged fields, after resolving fields that exclude each other."""
 
     @abstractmethod
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
-        """The command of a trial; ``words`` start the trainer's program."""
+        """The command that starts a trial; ``words`` start the trainer's program."""
 
 
 def is_ddp(cell: Cell) -> bool:
-    """True if each of several GPUs has its own copy of a model in NF4, and nothing is sharded."""
+    """True if each of several GPUs has its own copy of an NF4 model, and nothing is sharded."""
     return cell.settings.lora_base == "nf4" and 1 < cell.layout.replicate_degree == cell.layout.gpus
 
 
@@ -308,8 +308,8 @@ def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> 
 
 
 def of_recomputation(launched: FinetunerTrial, base: OwnFile) -> bool:
-    """Value of the trainer's own recomputation switch: the user's, if in the file and not named as
-    a setting; else the setting, on the CPU. On GPUs FSDP recomputes: transformers refuses both.
+    """Value of the trainer's own recomputation switch: the user's, if it is in the file and not
+    named as a setting; else the setting on the CPU, and False on GPUs, where FSDP recomputes.
     """
     name = "gradient_checkpointing"
     if name in base.config and "recompute" not in launched.spec.settings.named:
@@ -330,7 +330,7 @@ def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:
 
 
 def _named(trainer: Finetuner, launched: FinetunerTrial) -> list[str]:
-    """The fields of the settings that the user named, as far as recorded."""
+    """Names of the emitted fields for settings that the user named, as far as recorded."""
     named = launched.spec.settings.named
     return [each for name, fields in trainer.by_setting.items() if name in named for each in fields]
 
@@ -344,7 +344,7 @@ def _is_one(name: str, patterns: Iterable[str]) -> bool:
 
 
 def trial_start(trainer: Finetuner) -> TrialStart:
-    """The way that trials of a trainer start."""
+    """How trials of a trainer are started."""
     return TrialStart(partial(_prepare, trainer), partial(check_finetuner, trainer))
 
 
@@ -400,7 +400,7 @@ def check_finetuner(
 
 
 def finetuner_base(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
-    """The user's own configuration of a trainer."""
+    """The user's own configuration file of a fine-tuning trainer."""
     return own_file(foreign, f"name the file that `{trainer.program} {trainer.subcommand}` takes")
 
 

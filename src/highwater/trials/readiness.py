@@ -1,4 +1,4 @@
-"""Checks of what would make every trial fail, before the first; what installed packages allow."""
+"""Checks, before the first trial, for faults that would make all fail; features of packages."""
 
 import re
 import shutil
@@ -174,7 +174,7 @@ _OF_TRIALS = (
 
 
 def features(machine: Machine) -> tuple[Feature, ...]:
-    """Features of this installation, working or not; first those without further packages."""
+    """Features of this installation, working or not; those without further packages first."""
     lacking = package_obstacles(machine)
     beside = ("train",) if lacking else ()
     return (

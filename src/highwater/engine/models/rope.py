@@ -1,7 +1,7 @@
 """RoPE past the native length: YaRN, or the model's own scaling up to its maximum. Also
 frequencies that depend on a document's length: ``longrope`` has two sets, ``dynamic`` grows them.
-transformers takes the largest position for the length, which in a packed row or a rank's share is
-no document's length: here each document gets the frequencies of its own length.
+transformers uses the largest position as the length, which in a packed row or a rank's share is no
+document's length: here each document has the frequencies of its own length.
 
 Shapes:  T packed tokens of this rank  F frequencies, half the channels that are rotated
 Source: Ding et al., LongRoPE, https://arxiv.org/abs/2402.13753; transformers'
@@ -105,7 +105,7 @@ class DocumentRope(nn.Module):
         return tuple(torch.cat(each, dim=1) for each in zip(*found, strict=True))
 
     def _telling(self, layer_type: str | None, part: Part) -> int | None:
-        """Return a length in tokens with this document's frequencies; None: the original ones."""
+        """Return a length in tokens with this document's frequencies; None: the unscaled ones."""
         config: Any = self.theirs.config
         tokens = part.document_tokens
         if self.kinds[layer_type] != "longrope":
@@ -134,7 +134,7 @@ class DocumentRope(nn.Module):
 class PhimoeRope(DocumentRope):
     """Phimoe's rotary module, whose cosines and sines have a scale that depends on the length.
 
-    Its frequencies do not: all documents have those of short ones.
+    Its frequencies do not depend on it: all documents have those of short ones.
     """
 
     def forward(
@@ -167,7 +167,7 @@ class PhimoeRope(DocumentRope):
 def follow_documents(causal_lm: PreTrainedModel) -> list[DocumentRope]:
     """Wrap every rotary module that depends on the length in a DocumentRope, in place; return them.
 
-    Raises ModelError if the config asks for such RoPE and no module has a ``rope_type``.
+    Raises ModelError if the config has such RoPE and no module has a ``rope_type``.
     """
     rotaries = [
         (parent, name, m)
@@ -197,7 +197,7 @@ def depends_on_length(kind: str) -> bool:
 
 
 def _kinds(module: nn.Module) -> tuple[str, ...]:
-    """Return the kinds of RoPE that a rotary module names; none for any other module."""
+    """Return the kinds of RoPE that a rotary module names; empty for any other module."""
     said = getattr(module, "rope_type", None)
     if isinstance(said, str):
         return (said,)

@@ -43,7 +43,7 @@ def export(training: Training, directory: Path, *, source: Path, merged: bool = 
     plus its adapters. ``source`` is the directory that the model came from. The export is written
     under another name and renamed at the end.
 
-    On all ranks: UsageError for a directory that is not empty, MachineError if the disk refuses.
+    On all ranks: UsageError for a directory that is not empty, MachineError if the disk is full.
     """
     mesh, is_first = training.mesh, dist.get_rank() == 0
     partial = directory.with_name(directory.name + PARTIAL)
@@ -110,7 +110,7 @@ def _copy_beside(partial: Path, source: Path) -> None:
 
 
 def _settle(partial: Path, directory: Path) -> None:
-    """Flush every file to the disk, then give the directory its final name."""
+    """Flush every file to the disk, then rename the directory to its final name."""
     for path in partial.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

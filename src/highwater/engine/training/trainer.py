@@ -1,4 +1,4 @@
-"""Trainer: a trial's step in the user's own loop, on one process or on the ranks that share it.
+"""Trainer: a trial's step in the user's own loop, in one process or on several ranks.
 
 It trains exactly what a search measured: the same keywords make the same TrialSpec, and
 ``assemble`` builds the same models and optimizers from it. docs/reference/library.md is the page
@@ -68,10 +68,10 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """A model, its optimizer and all else that a step needs, for a training loop of your own.
+    """A model, its optimizer and everything a step needs, for a training loop of your own.
 
     Every rank of the loop makes a Trainer, with the same keywords, and calls the same methods in
-    the same order. A process has one at a time: it joins the process group, which ``close`` leaves.
+    the same order. A process has one at a time, as it joins a process group, until ``close``.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Trainer:
         quantities: Mapping[str, Quantity] | None = None,
         **settings: Any,
     ) -> None:
-        """Join the ranks, and build what is trained on this rank's device.
+        """Join the process group, and build models and optimizers on this rank's device.
 
         ``model`` is a directory with weights, an id of the Hub or a catalog name; the last has
         random weights, drawn by ``seed``. ``length`` is the longest document, in tokens.
-        ``quantities`` are numbers, by name, that the loop itself adds to. ``settings`` are those of
-        ``highwater.run_trial`` that concern a step. The allocator, or on the CPU this process's
+        ``quantities`` are statistics, by name, that the loop itself adds to. ``settings`` are those
+        of ``highwater.run_trial`` that concern a step. The allocator, or on the CPU this process's
         data segment, is bounded only if ``memory`` is given.
 
         Raises HighwaterError for settings that cannot be trained, before anything is built.
@@ -183,7 +183,7 @@ class Trainer:
 
     @property
     def data_parallel_degree(self) -> int:
-        """Number of data-parallel groups, each of which trains on documents of its own."""
+        """Number of data-parallel groups, each of which trains on its own documents."""
         return self.spec.layout.data_parallel_degree
 
     @property
@@ -208,8 +208,8 @@ class Trainer:
         times the sequences per micro-batch. Every rank must give the same number of micro-batches.
 
         Raises UsageError for invalid documents before anything is trained, on all ranks if one has
-        any. Raises FloatingPointError for a loss or a norm that is not finite: the update has been
-        made by then, and the weights are lost.
+        any. Raises FloatingPointError for a loss or a norm that is not finite: by then the update
+        has run, and the weights are lost.
         """
         whole, tokens = self._read(micro_batches, trains=True)
         number = self.steps_done + 1
@@ -269,7 +269,7 @@ class Trainer:
         float32 from the CPU. For a model with LoRA only the adapters are written, for peft; with
         ``merged`` the model plus its adapters.
 
-        The first rank writes beside the directory, and renames when all is on the disk. Raises
+        The first rank writes to a temporary name, and renames it when all is on the disk. Raises
         UsageError for a directory that is not empty.
         """
         target = Path(directory).absolute()
@@ -339,7 +339,7 @@ class Trainer:
         return [self._context.share_of(batch) for batch in whole]
 
     def _read(self, micro_batches: Iterable[Any], *, trains: bool) -> tuple[list[Batch], int]:
-        """Pack this data rank's micro-batches, count all ranks' tokens; all raise if one must."""
+        """Pack this data rank's micro-batches, count all ranks' tokens; errors raise on all."""
         whole: list[Batch] = []
         refusal: HighwaterError | None = None
         try:
@@ -381,7 +381,7 @@ class Trainer:
         return pack(documents)
 
     def _agree(self, refusal: HighwaterError | None) -> None:
-        """Raise on all ranks if one has a refusal: there its own, elsewhere one that names it."""
+        """Raise on all ranks if one has a refusal: on others an error that names this rank."""
         told = every_ranks([int(refusal is not None)], torch.int64, self.training.mesh)
         if refusal is not None:
             raise refusal

@@ -1,7 +1,7 @@
 """Trainer keywords: those of ``highwater.run_trial`` that concern a step, made into a TrialSpec and
-checked against this process, whose GPU stands for every rank's. Also a process of its own that
-prepares models and documents for another trainer: ``python -m
-highwater.engine.training.trainer_keywords ORDER.json REPORT.json``.
+checked on this process, whose GPU represents every rank's. Also a process of its own that prepares
+models and documents for another trainer: ``python -m highwater.engine.training.trainer_keywords
+ORDER.json REPORT.json``.
 """
 
 import json
@@ -101,7 +101,7 @@ def trial_of(
 
 
 def in_keywords(hint: str) -> str:
-    """Rewrite a command line's hint with keywords in place of flags."""
+    """Rewrite a command line's hint with Python keywords instead of flags."""
     return _FLAGS.sub(_as_keywords, hint)
 
 

@@ -134,7 +134,7 @@ def document_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
 
 
 def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
-    """TRL's and accelerate's files for a trial, on top of the user's. Raises UsageError."""
+    """TRL's and accelerate's files for a trial, based on the user's. Raises UsageError."""
     for name, hint in _REFUSED.items():
         if base.config.get(name):
             raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
@@ -178,7 +178,7 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
 
 
 def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
-    """The emitted fields of a trial's settings, without those that are left to TRL."""
+    """The emitted fields of a trial's settings, without those that TRL chooses itself."""
     spec, model = launched.spec, str(launched.place.model_directory)
     training = FineTuning(launched.cell, spec.length_tokens, model, launched.yarn, launched.shape)
     values: dict[str, Any] = trl_values(training)
@@ -199,7 +199,7 @@ def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
 
 
 def _own(launched: FinetunerTrial, base: OwnFile) -> dict[str, Any]:
-    """Fields that the trial sets, whatever the user's file has."""
+    """Fields that a trial sets, even if the user's file has them."""
     spec, batch = launched.spec, batch_of(launched.spec, base.config)
     own: dict[str, Any] = {
         "model_name_or_path": str(launched.place.model_directory),
@@ -229,7 +229,7 @@ def _own(launched: FinetunerTrial, base: OwnFile) -> dict[str, Any]:
 def _launcher(
     launched: FinetunerTrial, base: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Accelerate's file, on top of the user's own, and notes. Raises UsageError for conflicts."""
+    """Accelerate's file, based on the user's, and notes. Raises UsageError for conflicts."""
     spec = launched.spec
     if spec.device == "cpu":
         return dict(ON_THE_CPU), ()

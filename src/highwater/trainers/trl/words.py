@@ -150,7 +150,7 @@ def _by_heads(layout: Layout) -> str:
 
 
 def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) -> str | None:
-    """Reason, in words, why TRL cannot train an objective in a layout; None if it can."""
+    """Reason why TRL cannot train an objective with a layout; None if it can."""
     unknown = _WORDS.other_objective(objective, COMMANDS, is_written=False)
     if unknown is not None:
         return unknown
@@ -181,7 +181,7 @@ def _about_rollout(found: Recommendation) -> list[str]:
 
 
 def _inexpressible(training: FineTuning) -> tuple[str, ...]:
-    """Parts of the settings that TRL cannot express, or expresses otherwise."""
+    """Settings that TRL cannot express, or expresses differently."""
     settings, sharing = training.cell.settings, training.sharing
     command = COMMANDS[settings.objective]
     said: list[str] = []
@@ -205,7 +205,7 @@ def _inexpressible(training: FineTuning) -> tuple[str, ...]:
 
 
 def trl_values(training: FineTuning) -> dict[str, Value]:
-    """TRL's settings by name: all that decide memory, without the data."""
+    """TRL's settings by name: all that affect memory, without the data."""
     settings, layout = training.cell.settings, training.cell.layout
     sharing, model_path = training.sharing, training.model_path
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
