@@ -109,9 +109,10 @@ def _predict_data(arguments: argparse.Namespace) -> int:
     """Print the lengths of documents, with the settings that train each, and the time of a pass."""
     from highwater.api.data_lengths import data_lengths
 
-    if arguments.exact:
-        problem = "each length of the data is predicted by formula"
-        raise UsageError(problem, hint="leave `--exact` out")
+    for name in ("exact", "tried_to_allocate"):
+        if getattr(arguments, name):
+            problem = "each length of the data is predicted by formula"
+            raise UsageError(problem, hint=f"leave `{flag_of(name)}` out")
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     found = data_lengths(
         arguments.read_data,
@@ -176,7 +177,8 @@ def _compare_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     if arguments.length is None:
         problem = f"GPUs of {len(kinds)} kinds are compared at one length"
         raise UsageError(problem, hint="add `--length 32k`, or name one kind")
-    for name in ("exact", "timeline", "calibrate", "constants", "tokens", "rollout"):
+    alone = ("exact", "timeline", "calibrate", "constants", "tokens", "rollout")
+    for name in (*alone, "tried_to_allocate"):
         if getattr(arguments, name, None):
             problem = "kinds of GPUs are compared by formula, a million tokens each"
             raise UsageError(problem, hint=f"leave `{flag_of(name)}` out, or name one kind")
@@ -204,7 +206,7 @@ def _compare_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
 def _prediction_asked(arguments: argparse.Namespace) -> Prediction:
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
     request_from({"model": model, **settings})  # only checks: its errors name flags
-    alike = ("length", "tokens", "price", "exact", "timeline", "constants")
+    alike = ("length", "tokens", "price", "exact", "timeline", "constants", "tried_to_allocate")
     return api_predict(
         model,
         **{name: getattr(arguments, name) for name in alike},
@@ -234,7 +236,7 @@ def _score_table(arguments: argparse.Namespace) -> int:
 
 def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
     """Raise UsageError for flags that a comparison does not take, or that its rows name."""
-    own = ("exact", "timeline", "constants", "calibrate", "explain", "length")
+    own = ("exact", "timeline", "constants", "calibrate", "explain", "length", "tried_to_allocate")
     typed = {name: getattr(arguments, name) for name in own}
     typed |= {"gpus": arguments.cluster, **typed_values(arguments), "host_memory": None}
     for name, value in typed.items():

@@ -32,6 +32,7 @@ from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
 from highwater.nouns.trainer import (
     OURS,
     REGISTRY,
+    TRAINERS,
     AnyTrainer,
     predicted_as,
     predicted_traits,
@@ -88,7 +89,34 @@ def prediction_answer(
     if prediction.explained.footprint.peak.name == GENERATION:
         said += " Generation by transformers ends it, whose keys and values are of a whole batch:"
         said += " `--rollout vllm` has a cache of its own size."
-    return said
+    return said if prediction.tried is None else f"{_of_allocation(prediction)}\n{said}"
+
+
+def _of_allocation(prediction: Prediction) -> str:
+    """Say which tensor PyTorch tried to allocate, and what makes it smaller."""
+    tried, settings = prediction.tried, prediction.explained.cell.settings
+    assert tried is not None  # noqa: S101 (who calls has asked)
+    (first, *others), asked = tried.tensors, format_bytes(tried.bytes)
+    if not tried.is_known:
+        near = listed([f"{each.name} ({format_bytes(each.bytes)})" for each in tried.tensors])
+        return f"No single tensor of this step has {asked}; nearest are {near}."
+    from highwater.trainers.user_file import FILE_WORDS  # only a failure needs it
+
+    words, together = FILE_WORDS.get(prediction.trainer), settings.traits.documents_together
+    loss, rows = "--loss chunked", f"--sequences-per-micro-batch {together}"
+    if words is not None and words.length:
+        loss, rows = f"{words.fused[-1]}: true", f"{words.rows}: 1"
+    whose = "a chunked" if TRAINERS[prediction.trainer].refused(["liger"]) else "Liger's fused"
+    fewer = f"`{rows}` or " * (settings.sequences_per_micro_batch > together)
+    shrunk = {
+        "loss": f"{whose} loss (`{loss}`) does without them",
+        "attention": "flash attention does without them",
+        "tokens": f"{fewer}a shorter length makes them smaller",
+        "sharding": "more GPUs share them",
+    }
+    names = " or ".join((first.name, *(each.name for each in others[:1])))
+    sizes = " x ".join(f"{each:,}" for each in first.sizes)
+    return f"{asked} are the {names}, {sizes} bytes: {shrunk[first.shrunk_by]}."
 
 
 def _answered(prediction: Prediction, answer: CellPrediction, by: str, more: str) -> str:
