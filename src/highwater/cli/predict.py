@@ -84,7 +84,13 @@ def predict(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
     console.answer_page(
-        in_lines(prediction_answer(prediction, **_other_ways(arguments, prediction))),
+        in_lines(
+            prediction_answer(
+                prediction,
+                as_saved=_as_saved(arguments, prediction),
+                **_other_ways(arguments, prediction),
+            )
+        ),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *(rollout_tables(prediction) if arguments.length or arguments.explain else ()),
         *((term_table(prediction.explained),) if arguments.explain else ()),
@@ -162,6 +168,22 @@ def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[s
         return {"longest": longest, "alternatives": would}
     found = recommend(model, length=length_tokens, **typed_place(arguments), **settings)
     return {"longest": longest, "alternatives": found.alternatives, "changed": found}
+
+
+def _as_saved(arguments: argparse.Namespace, prediction: Prediction) -> Prediction | None:
+    """The prediction with weights in bf16, where the trainer leaves them so and nobody named any
+    dtype; None: the weights' dtype is known, or frozen.
+    """
+    settings, is_left = prediction.explained.cell.settings, not arguments.calibrate
+    is_left &= TRAINERS[prediction.trainer].loads_as_saved and prediction.method == "formula"
+    if not is_left or settings.lora or settings.paged or settings.deepspeed != "none":
+        return None
+    model, typed = named_model(arguments, [], example=_EXAMPLE)
+    if "parameters" in typed:
+        return None
+    optimizer = "adamw-bf16" if settings.optimizer == "adamw" else settings.optimizer
+    typed |= {"optimizer": optimizer, "parameters": "bf16", "micro_batches": 1}
+    return api_predict(model, length=arguments.length, **typed_place(arguments), **typed)
 
 
 def _rentable_kinds(arguments: argparse.Namespace) -> tuple[str, ...]:

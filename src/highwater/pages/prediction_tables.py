@@ -70,18 +70,21 @@ def prediction_answer(
     longest: Prediction | None = None,
     alternatives: Sequence[Alternative] = (),
     changed: Recommendation | None = None,
+    as_saved: Prediction | None = None,
 ) -> str:
     """Say how far a model trains, and with which settings; at one length whether it does. Where
     nothing fits it says what would: ``longest`` is the prediction without that length,
     ``alternatives`` are what else was found, and ``changed`` is the user's own file with changes.
+    ``as_saved``: the prediction with weights in bf16, which is told if it is another answer.
     """
     answer, known = prediction.answer, prediction.calibration
     by = predicted_as(prediction.trainer, known.own_trials if known else 0)
     more = _how_many(alternatives, prediction.gpus)
     if answer is None:
         by += more and f"; {more}"
-        said = _nothing(prediction, by, longest, alternatives, changed)
+        said = _nothing(prediction, by + _in_bf16(answer, as_saved), longest, alternatives, changed)
     else:
+        by += _in_bf16(answer, as_saved)
         said = _answered(prediction, answer, by, more and f" ({more})")
     said += _of_small_batches(prediction)
     said += "" if prediction.memory_limit.rollout is None else f" {ON_PAPER}"
@@ -117,6 +120,17 @@ def _of_allocation(prediction: Prediction) -> str:
     names = " or ".join((first.name, *(each.name for each in others[:1])))
     sizes = " x ".join(f"{each:,}" for each in first.sizes)
     return f"{asked} are the {names}, {sizes} bytes: {shrunk[first.shrunk_by]}."
+
+
+def _in_bf16(answer: CellPrediction | None, as_saved: Prediction | None) -> str:
+    """Say that weights in float32 are assumed, if with weights in bf16 the answer is another."""
+    narrow = as_saved and as_saved.answer
+    if not as_saved or not narrow or (answer and answer.reach_tokens == narrow.reach_tokens):
+        return ""
+    flags = f"--optimizer {narrow.cell.settings.optimizer} --parameters bf16 --micro-batches 1"
+    tokens = f"{format_tokens(narrow.reach_tokens)} tokens train (`{flags}`)"
+    said = f"With weights in float32: as transformers 5 loads most files, in bf16, {tokens}"
+    return f". {said}.{_on_gpus(as_saved, narrow)}".removesuffix(".")
 
 
 def _answered(prediction: Prediction, answer: CellPrediction, by: str, more: str) -> str:
