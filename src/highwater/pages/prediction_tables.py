@@ -739,22 +739,24 @@ def _bar(size: int, largest: int) -> str:
     return "#" * round(_LONGEST_BAR * size / largest)
 
 
+_MOST_WORDS = 30
+"""Most words of a first line that names the longest document, too."""
+
+
 def data_answer(found: "DataLengths") -> str:
     """Say which length holds 99 % of the documents whole, and how far the GPUs train. Further
     lines: how many are cut, what two lengths keep of the tokens, and the time and cost of a pass.
     """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
     documents, held = counted(found.documents, "document"), format_tokens(found.whole_tokens)
-    tokens = f"{held} tokens"
-    if (each := found.bytes_per_token) is not None:
-        of = f" of {plain(found.model)} is on this machine" if found.model else " is named"
-        counts = "`highwater data --model FOLDER` with tokenizer.json counts"
-        tokens = f"about {tokens} (by {each} bytes each: no tokenizer{of}; {counts})"
-    lines = [f"{name}: {tokens} hold 99 % of {documents} whole"]
+    about = "about " * (found.bytes_per_token is not None)
+    first, then = f"{name}: {about}{held} tokens hold 99 % of {documents} whole", ""
     if found.trained_by is not None:
         reach = found.reach_tokens and _tokens(found.reach_tokens, found.native_length_tokens)
-        reach = f"up to {reach}" if reach else "none"
-        lines[0] += f"; {plain(found.trained_by)} {reach}"
+        then = f"; {plain(found.trained_by)} {f'up to {reach}' if reach else 'none'}"
+    longest = f" (longest: {format_tokens(found.longest_tokens)})"
+    longest *= len(f"{first}{longest}{then}".split()) <= _MOST_WORDS
+    lines = [f"{first}{longest}{then}"]
     if found.cut is not None:
         longer, at = found.documents - found.cut.documents, format_tokens(found.cut.length_tokens)
         lines.append(
@@ -785,6 +787,10 @@ def data_answer(found: "DataLengths") -> str:
         lines.append(f"{passed} {format_seconds(meant.epoch_s)}{money}, predicted")
     if meant.trained and (outside := meant.trained.cell.settings.traits.outside_step):
         lines.append(outside.removesuffix("."))
+    if (each := found.bytes_per_token) is not None:
+        of = f" of {plain(found.model)} is on this machine" if found.model else " is named"
+        counts = "`highwater data --model FOLDER` with tokenizer.json counts"
+        lines.append(f"Tokens are taken as {each} bytes each: no tokenizer{of}; {counts}")
     return "\n".join(f"{line}." for line in lines)
 
 
