@@ -83,14 +83,9 @@ def predict(arguments: argparse.Namespace) -> int:
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
+    ways = {"as_saved": _as_saved(arguments, prediction), **_other_ways(arguments, prediction)}
     console.answer_page(
-        in_lines(
-            prediction_answer(
-                prediction,
-                as_saved=_as_saved(arguments, prediction),
-                **_other_ways(arguments, prediction),
-            )
-        ),
+        in_lines(prediction_answer(prediction, **ways)),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *(rollout_tables(prediction) if arguments.length or arguments.explain else ()),
         *((term_table(prediction.explained),) if arguments.explain else ()),
@@ -199,8 +194,8 @@ def _compare_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     if arguments.length is None:
         problem = f"GPUs of {len(kinds)} kinds are compared at one length"
         raise UsageError(problem, hint="add `--length 32k`, or name one kind")
-    alone = ("exact", "timeline", "calibrate", "constants", "tokens", "rollout")
-    for name in (*alone, "tried_to_allocate"):
+    alike = ("exact", "timeline", "calibrate", "constants", "tokens", "rollout")
+    for name in (*alike, "tried_to_allocate"):
         if getattr(arguments, name, None):
             problem = "kinds of GPUs are compared by formula, a million tokens each"
             raise UsageError(problem, hint=f"leave `{flag_of(name)}` out, or name one kind")
