@@ -79,12 +79,12 @@ def test_a_command_says_the_length_that_holds_nearly_all_and_draws_the_documents
     done = highwater("data", data, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
-    counts = "`highwater data --model FOLDER` with tokenizer.json counts"
+    counts = "No tokenizer here, 4 bytes a token: `highwater data --model FOLDER` counts."
     about = ": about 20,224 tokens hold 99 % of 100 documents whole (longest: "
     assert about in first
-    assert f"Tokens are taken as 4 bytes each: no tokenizer is named; {counts}." in rest
+    assert counts in rest
     named = highwater("data", data, "--model", "Qwen3-8B").stdout
-    assert f"no tokenizer of Qwen3-8B is on this machine; {counts}." in named
+    assert counts in named
     assert re.match(r"65,536 tokens keep 9[89]\.\d% .*; 131,072 keep all\.", rest[0])
     assert any(": estimated from bytes" in line for line in rest)
     drawn = [line.count("#") for line in rest if "#" in line]

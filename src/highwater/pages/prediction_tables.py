@@ -788,9 +788,8 @@ def data_answer(found: "DataLengths") -> str:
     if meant.trained and (outside := meant.trained.cell.settings.traits.outside_step):
         lines.append(outside.removesuffix("."))
     if (each := found.bytes_per_token) is not None:
-        of = f" of {plain(found.model)} is on this machine" if found.model else " is named"
-        counts = "`highwater data --model FOLDER` with tokenizer.json counts"
-        lines.append(f"Tokens are taken as {each} bytes each: no tokenizer{of}; {counts}")
+        counts = "`highwater data --model FOLDER` counts"
+        lines.append(f"No tokenizer here, {each} bytes a token: {counts}")
     return "\n".join(f"{line}." for line in lines)
 
 
@@ -813,10 +812,10 @@ def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
     shown = found.lengths[max(0, last - 4) : last] if is_short else found.lengths
     left = len(found.lengths) - len(shown)
     how = "counted" if found.bytes_per_token is None else "estimated from bytes"
+    how = "predicted" if is_trained else how  # which of the two: by the answer's sentences
     return table_of(
-        f"{found.documents:,} documents, {found.tokens:,} tokens, the longest "
-        f"{found.longest_tokens:,}{trained and f', {trained}'}: {how}"
-        + (", and predicted" if is_trained else ""),
+        f"{counted(found.documents, 'document')}, {found.tokens:,} tokens, the longest "
+        f"{found.longest_tokens:,}{trained and f', {trained}'}: {how}",
         shown,
         ("up to", "length_tokens"),
         None if is_trained else ("", lambda each: _bar(own[each], max(own.values()))),
