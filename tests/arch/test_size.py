@@ -32,7 +32,8 @@ answered in its keys, vLLM in TRL's words, attention sinks and heads of 512 in o
 the dead ends of thirty blind questions: 473, ZeRO as thirteen steps had it: 18, a search that
 starts above lengths that experts in tiles take less than: 16, what ten more questions asked for:
 44, the fewest GPUs of every number, and vLLM's share: 39, and the changes of a user's file in the
-order of what they free: 43; what no issue allowed is paid for by
+order of what they free: 43; the tensor of an allocation that failed, and seven more answers that
+strangers missed: 190, not paid for yet; what no issue allowed is paid for by
 merging)."""
 WALKED = {
     "predict": {"modules": 84, "files": 52},

@@ -37,7 +37,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 @pytest.fixture
 def bash(highwater: Run, tmp_path: Path) -> Path:
     done = highwater("completion", "bash")
-    assert done.returncode == 0
+    assert (done.returncode, done.stderr) == (0, "")
     (tmp_path / "script").write_text(done.stdout)
     return tmp_path
 

@@ -79,11 +79,12 @@ def test_a_command_says_the_length_that_holds_nearly_all_and_draws_the_documents
     done = highwater("data", data, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
-    counts = "`highwater data --model FOLDER` with tokenizer.json counts"
-    about = f": about 20,224 tokens (by 4 bytes each: no tokenizer is named; {counts})"
-    assert first.endswith(f"{about} hold 99 % of 100 documents whole.")
+    counts = "No tokenizer here, 4 bytes a token: `highwater data --model FOLDER` counts."
+    about = ": about 20,224 tokens hold 99 % of 100 documents whole (longest: "
+    assert about in first
+    assert counts in rest
     named = highwater("data", data, "--model", "Qwen3-8B").stdout
-    assert f"no tokenizer of Qwen3-8B is on this machine; {counts}) hold 99 % of " in named
+    assert counts in named
     assert re.match(r"65,536 tokens keep 9[89]\.\d% .*; 131,072 keep all\.", rest[0])
     assert any(": estimated from bytes" in line for line in rest)
     drawn = [line.count("#") for line in rest if "#" in line]
@@ -106,7 +107,7 @@ def test_a_folder_with_a_tokenizer_and_no_config_counts(highwater, tmp_path):
     path.write_text("".join(f"{json.dumps({'text': 'x ' * count})}\n" for count in (7, 99)))
     found = highwater_api.data_lengths(str(path), str(folder))
     assert (found.tokens, found.longest_tokens, found.bytes_per_token) == (108, 100, None)
-    counted = "texts.jsonl: 256 tokens hold 99 % of 2 documents whole"
+    counted = "texts.jsonl: 256 tokens hold 99 % of 2 documents whole (longest: 100)"
     for model in ("Qwen3-8B", "./Qwen3-8B"):
         done = highwater("data", "texts.jsonl", "--model", model)
         assert done.stdout.splitlines()[0] == f"{counted}."
@@ -121,7 +122,7 @@ def test_predict_says_what_a_longer_step_and_a_pass_take_and_what_to_type_next(h
     first, *_ = done.stdout.splitlines()
     reach = highwater_api.predict("Qwen3-8B", gpus="8xH100-80GB").explained.capacity_tokens
     times = "(25.6 x native 40,960)"
-    assert first.endswith(f" whole; 8 x H100-80GB train Qwen3-8B up to {reach:,} tokens {times}.")
+    assert first.endswith(f"; 8 x H100-80GB train Qwen3-8B up to {reach:,} tokens {times}.")
     assert " times as long" in done.stdout
     assert " dollars, predicted" in done.stdout
     assert "recommend Qwen3-8B --gpus 8xH100-80GB --length 65536" in done.stderr.splitlines()[-1]
@@ -170,7 +171,13 @@ def test_of_another_trainer_the_share_that_its_longest_length_cuts_is_told(run, 
     done = run("highwater", "predict", "Qwen3-8B", *words, "--data", data)
     first, second, *_ = done.stdout.splitlines()
     by = "2 x RTX-4090 train Qwen3-8B for LLaMA-Factory's trainer"
-    assert first.endswith(f" whole; {by} up to {at:,} tokens.")
+    assert first.endswith(f" whole (longest: 70,001); {by} up to {at:,} tokens.")
+    assert len(first.split()) <= 30
+    words = ("Gemma-3-12b-it", "--gpus", "L40S", "--lora", "16")
+    assert (
+        "; 1 x L40S and host memory train "
+        in run("highwater", "predict", *words, "--data", data).stdout
+    )
     assert second.startswith(f"{longer} of 100 documents ({longer / 100:.1%}) ")
     assert f" longer than {at:,} tokens; cut there, {kept(at) / TOKENS:.1%} of" in second
     assert f"--length {at}" in done.stderr.splitlines()[-1]

@@ -40,6 +40,8 @@ def test_the_help_has_every_command_below_what_people_do_with_it(highwater):
         if heading in groups()
     }
     assert below == groups()
+    assert highwater("help", COLUMNS="80").stdout == text
+    assert highwater("help", "gpus").stdout == highwater("gpus", "--help").stdout
     assert [name for names in below.values() for name in names] == list(commands())
     assert {"bench", "schema"} == set(below["developer tools"])
     assert max(map(len, text.partition("\nexamples:\n")[0].splitlines())) <= 80

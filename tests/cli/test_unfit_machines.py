@@ -90,6 +90,15 @@ def test_on_a_laptop_without_torch_the_doctor_says_what_works_first(highwater, t
     (lora,) = (line for line in table if line.startswith("find, try and train --lora "))
     assert lora.endswith("pip install '.[train,lora]'")
     assert highwater(*following(done), **laptop).returncode == 0
+    asked = {
+        ("find", "Qwen3-0.6B"): 2,
+        ("data", str(tmp_path)): 3,
+        (*following(done), "--exact"): 3,
+    }
+    for words, code in asked.items():
+        first = offered(refusal(highwater(*words, **laptop), code)[1])[0]
+        assert first[:2] == ["highwater", "predict"]
+        assert highwater(*first[1:], **laptop).returncode == 0
     on_the_cpu = ("--device", "cpu", "--memory", "1GiB")
     assert highwater("find", "tiny", *on_the_cpu, **laptop).returncode == EXIT_MACHINE
     document = json.loads(highwater("doctor", "--json", **laptop).stdout)

@@ -309,6 +309,7 @@ def test_two_that_make_the_same_corpus_at_once_have_one(tmp_path):
 
     def another_is_faster(phase: str) -> None:
         if phase.startswith("writing"):
+            assert phase.endswith(" bytes"), "without a tokenizer nothing is counted in tokens"
             made(tmp_path, data)
 
     scratch = tmp_path / "slow"

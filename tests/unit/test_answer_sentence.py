@@ -102,6 +102,15 @@ def test_settings_are_said_in_words(asked, words):
     assert words in prediction_answer(found)
 
 
+@pytest.mark.parametrize(
+    ("asked", "first"), table("answer_sentence", "what_pytorch_tried_to_allocate_comes_first")
+)
+def test_what_pytorch_tried_to_allocate_comes_first(asked, first):
+    said = prediction_answer(highwater.predict(gpus="A100-80GB", lora=16, **asked))
+    assert said.splitlines()[0] == first
+    assert len(first.split()) <= 30
+
+
 def test_safe_is_what_leaves_the_margin_and_was_not_measured():
     asked = {"length": "150k", "headroom": "30GiB", "offload": False}
     found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", **asked)

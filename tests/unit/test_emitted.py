@@ -231,7 +231,6 @@ def lacking(target: str, *said: str, **changes: object):
 
 
 SHARED = "2 GPUs share each sequence by context parallelism"
-IN_LAYERS = {"recompute": "all-but-attention"}
 
 
 @pytest.mark.parametrize(
@@ -250,7 +249,6 @@ IN_LAYERS = {"recompute": "all-but-attention"}
         lacking("trl", "packed sequences with Ulysses", "it is DeepSp", **WINDOWED, degree=2),
         lacking("torchtitan", "YaRN's attention factor", length="128k"),
         lacking("torchtitan", "Ulysses: 2 GPUs share each sequence by context", degree=2),
-        lacking("torchtitan", "--recompute all-but-attention", **IN_LAYERS),
         lacking("torchtitan", "FSDP1", strategy="fsdp"),
         lacking("torchtitan", "a frozen model in bf16", "one layer, wqkv, with one", lora=16),
         lacking("trinity", "adapters in float32", lora=16),
@@ -260,7 +258,6 @@ IN_LAYERS = {"recompute": "all-but-attention"}
         lacking("axolotl", "packed sequences, 2 in a", degree=2, sequences_per_micro_batch=2),
         lacking("axolotl", "moments of 8 bits that are updated in", optimizer="adamw-8bit"),
         lacking("llamafactory", "moments of 8 bits that are updated", optimizer="adamw-8bit"),
-        lacking("llamafactory", "--recompute all-but-attention", **IN_LAYERS),
         lacking("ms-swift", "FSDP1", strategy="fsdp"),
         lacking("ms-swift", "--loss chunked with shared sequences", loss="chunked", degree=2),
         lacking("ms-swift", "ring 2: 2 GPUs share heads", ring=[2]),

@@ -292,6 +292,8 @@ def test_a_row_that_does_not_fit_on_a_line_goes_on_below_with_its_headings():
         "  ended by:             the longest length in question",
         "  predicted GPU memory: 21.89 GiB to 22.75 GiB",
     ]
+    bare = TextTable(title="", columns=("", "works"), rows=(("a name " * 5, "a sentence " * 9),))
+    assert "--" not in terminal_table(bare, width=40)
 
 
 def test_a_heading_takes_two_lines_before_anything_else_breaks():

@@ -149,7 +149,9 @@ def data_lengths(
         row, reach = REGISTRY[longest.trainer], longest.explained.capacity_tokens
         for_whom = row.trained or f"{row.title}'s trainer"
         by = "" if longest.trainer == OURS else f" for {for_whom}"
-        where = f"{longest.gpus} x {longest.device_name} train{'s' * (longest.gpus == 1)}"
+        on_host = " and host memory" * longest.explained.cell.settings.uses_host
+        where = f"{longest.gpus} x {longest.device_name}{on_host} train"
+        where += "s" * (longest.gpus == 1 and not on_host)
         trained_by = f"{where} {longest.model_name}{by}"
         cut = reach if cut is None and 0 < reach < documents[-1] else cut
     is_listed = hour_price is None and any(each.epoch_price for each in kept)

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from highwater.errors import UsageError
-from highwater.memory.capacity import Prediction
+from highwater.memory.capacity import Prediction, failed_allocation
 from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.memory.formula.layers import Step
 from highwater.memory.formula.rollout import rollout_of
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.question import UNMEASURED, memory_limit_of, prediction_of
 from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.model.model import load_model
+from highwater.nouns.cells import simplicity
 from highwater.nouns.events import EventLog
 from highwater.nouns.hardware import kernels
 from highwater.nouns.objective import RolloutRequest
@@ -44,6 +46,7 @@ def predict(
     rollout_gpus: int = 0,
     tokens: int | str | None = None,
     price: float | str | None = None,
+    tried_to_allocate: str | int | None = None,
     exact: bool = False,
     timeline: str | Path | None = None,
     calibrate_with: Sequence[str | Path] = (),
@@ -68,8 +71,9 @@ def predict(
     processes on each GPU. ``rollout_gpus`` of the GPUs are for the rollout only; ``rollout="vllm"``
     predicts the memory of vLLM on these GPUs, or on the training's. With ``tokens``, ``"500M"``, or
     a ``price`` of one GPU for an hour, the answer has a ``cost``: default: a million tokens, the
-    catalog's price. ``settings`` are the fields of ``Request`` that name a trial, a grid of lengths
-    or a rollout. Nothing is trained.
+    catalog's price. With ``tried_to_allocate``, from PyTorch's message, ``tried`` has the tensors
+    of that size. ``settings`` are the fields of ``Request`` that name a trial, a grid of lengths or
+    a rollout. Nothing is trained.
 
     A prediction by formula takes milliseconds, without torch. ``exact`` traces the engine's own
     steps on fake tensors, in processes with torch, at the lengths around each edge: half a minute
@@ -143,6 +147,13 @@ def predict(
     told = {"method": method, "length_tokens": length_tokens, "calibration": known}
     every_note = tuple(dict.fromkeys((*said, *notes, *(UNMEASURED[name] for name in read_off))))
     told |= {"notes": every_note, "amount": amount, "price": hour_price}
+    if tried_to_allocate is not None:
+        if length_tokens is None:
+            hint = "add the length of that step, for example `--length 32k`"
+            raise UsageError("an allocation that failed, and no length", hint=hint)
+        each = sorted(question.cells, key=simplicity)
+        steps = (Step(question.model.shape, c.settings, c.layout, length_tokens) for c in each)
+        told["tried"] = failed_allocation(parse_memory(str(tried_to_allocate)), steps)
     answered = partial(prediction_of, question, where, memory_limit, trainer, **told)
     if not exact:
         return answered(predict_by_formula(question, memory_limit, trainer, known))

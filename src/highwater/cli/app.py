@@ -12,8 +12,15 @@ from pathlib import Path
 
 from highwater.cli import console
 from highwater.cli.console import exit_code_of, heeding
-from highwater.cli.grammar import grammar, parse
-from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
+from highwater.cli.grammar import COMMANDS, grammar, parse
+from highwater.errors import (
+    EXIT_BUG,
+    EXIT_USER,
+    HighwaterError,
+    MachineError,
+    ModelError,
+    UsageError,
+)
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
 """Error numbers that only a bug causes. All others are the machine's: rights, room, limits."""
@@ -90,7 +97,13 @@ def _run(words: Sequence[str]) -> int:
     if arguments.command_name is None:
         sys.stderr.write(grammar().format_help())
         return EXIT_USER
-    return _handler(arguments.command_name)(arguments)
+    try:
+        return _handler(arguments.command_name)(arguments)
+    except ModelError as error:
+        if arguments.command_name in ("predict", "recommend", "emit"):  # they need no GPU
+            example = COMMANDS[arguments.command_name].examples[0]
+            error.hint = error.hint.replace("highwater find Qwen3-0.6B", example)
+        raise
 
 
 def _handler(name: str) -> Callable[[argparse.Namespace], int]:

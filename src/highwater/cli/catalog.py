@@ -139,20 +139,11 @@ _MODELS, _GPUS = "_highwater_model_or_dir", "_highwater_gpus"
 """Functions of the script. ``_dir`` in a name tells shtab that it may complete a directory."""
 _FILES = {"FILE", "CSV", "STUDY", "SOURCE", "PATH"}
 _FOLDERS = {"DIR"}
-_SOURCED = {
-    "bash": "source <(highwater completion bash)",
-    "zsh": "source <(highwater completion zsh)",
-    "fish": "highwater completion fish | source",
-}
-"""The line that makes the open shell complete, by shell."""
 
 
 def completion(arguments: argparse.Namespace) -> int:
-    """Print the completion script of a shell; a note shows how to try it."""
+    """Print the completion script of a shell, and no next command: shells read all of it."""
     console.answer_exactly(script(arguments.shell).rstrip("\n"))
-    console.next_command(
-        f"{_SOURCED[arguments.shell]}  (completes here; `--help` says where to keep it)"
-    )
     return EXIT_ANSWERED
 
 

@@ -22,6 +22,7 @@ from highwater.trials.measurements import read_constants
 from highwater.trials.probe import (
     INSTALL_COMMAND,
     INSTALL_HINT,
+    PREDICTION,
     busy_gpus,
     leave_out_unreadable,
     package_obstacles,
@@ -33,8 +34,6 @@ from highwater.units import counted, format_bytes
 
 _KEEP_CONSTANTS = "highwater doctor --measure --json > constants.json"
 """The next command after ``--measure``: ``predict --constants`` reads the file it writes."""
-_PREDICTION = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
-"""The next command where predictions are all that works."""
 _QUESTIONS = "`predict`, `recommend`, `guide` and `emit` work here"
 _TRIALS = "trials (`find`, `try`)"
 
@@ -97,7 +96,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         console.next_command(_KEEP_CONSTANTS if arguments.measure else search)
     else:
         install = f"{INSTALL_COMMAND}  (in the checkout of highwater)"
-        console.next_command(_PREDICTION if diagnosis.is_sound else install)
+        console.next_command(PREDICTION if diagnosis.is_sound else install)
     return code
 
 

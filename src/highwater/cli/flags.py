@@ -273,6 +273,13 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "--data; default: a list price of the catalog, whose date is told",
         commands="predict",
     )
+    tried_to_allocate: str | None = SIZE(
+        None,
+        "with --length: from `CUDA out of memory. Tried to allocate 18.55 GiB`, which tensor that "
+        "was, and what shrinks it",
+        "predict",
+        example="18.55GiB",
+    )
     all_: bool = SWITCH(False, "every setting, also those that gain nothing", "predict", name="all")
     explain: bool = SWITCH(
         False,

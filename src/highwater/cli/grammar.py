@@ -320,6 +320,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line after ``highwater``; UsageError with the nearest valid word."""
     parser = grammar()
     commands = parser.commands
+    if words and words[0] == "help":
+        words = [*words[1:], "--help"]
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UsageError(f"there is no command {words[0]!r}", hint=_with_command(words))
     own = commands.get(words[0], parser) if words else parser

@@ -83,8 +83,9 @@ def predict(arguments: argparse.Namespace) -> int:
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
+    ways = {"as_saved": _as_saved(arguments, prediction), **_other_ways(arguments, prediction)}
     console.answer_page(
-        in_lines(prediction_answer(prediction, **_other_ways(arguments, prediction))),
+        in_lines(prediction_answer(prediction, **ways)),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *(rollout_tables(prediction) if arguments.length or arguments.explain else ()),
         *((term_table(prediction.explained),) if arguments.explain else ()),
@@ -109,9 +110,10 @@ def _predict_data(arguments: argparse.Namespace) -> int:
     """Print the lengths of documents, with the settings that train each, and the time of a pass."""
     from highwater.api.data_lengths import data_lengths
 
-    if arguments.exact:
-        problem = "each length of the data is predicted by formula"
-        raise UsageError(problem, hint="leave `--exact` out")
+    for name in ("exact", "tried_to_allocate"):
+        if getattr(arguments, name):
+            problem = "each length of the data is predicted by formula"
+            raise UsageError(problem, hint=f"leave `{flag_of(name)}` out")
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     found = data_lengths(
         arguments.read_data,
@@ -163,6 +165,22 @@ def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[s
     return {"longest": longest, "alternatives": found.alternatives, "changed": found}
 
 
+def _as_saved(arguments: argparse.Namespace, prediction: Prediction) -> Prediction | None:
+    """The prediction with weights in bf16, where the trainer leaves them so and nobody named any
+    dtype; None: the weights' dtype is known, or frozen.
+    """
+    settings, is_left = prediction.explained.cell.settings, not arguments.calibrate
+    is_left &= TRAINERS[prediction.trainer].loads_as_saved and prediction.method == "formula"
+    if not is_left or settings.lora or settings.paged or settings.deepspeed != "none":
+        return None
+    model, typed = named_model(arguments, [], example=_EXAMPLE)
+    if "parameters" in typed:
+        return None
+    optimizer = "adamw-bf16" if settings.optimizer == "adamw" else settings.optimizer
+    typed |= {"optimizer": optimizer, "parameters": "bf16", "micro_batches": 1}
+    return api_predict(model, length=arguments.length, **typed_place(arguments), **typed)
+
+
 def _rentable_kinds(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Kinds of GPUs with a list price, for a command with a length but no GPUs, and none here."""
     if arguments.length is None or {arguments.cluster, arguments.gpu_memory} != {None}:
@@ -176,7 +194,8 @@ def _compare_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     if arguments.length is None:
         problem = f"GPUs of {len(kinds)} kinds are compared at one length"
         raise UsageError(problem, hint="add `--length 32k`, or name one kind")
-    for name in ("exact", "timeline", "calibrate", "constants", "tokens", "rollout"):
+    alike = ("exact", "timeline", "calibrate", "constants", "tokens", "rollout")
+    for name in (*alike, "tried_to_allocate"):
         if getattr(arguments, name, None):
             problem = "kinds of GPUs are compared by formula, a million tokens each"
             raise UsageError(problem, hint=f"leave `{flag_of(name)}` out, or name one kind")
@@ -204,7 +223,7 @@ def _compare_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
 def _prediction_asked(arguments: argparse.Namespace) -> Prediction:
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
     request_from({"model": model, **settings})  # only checks: its errors name flags
-    alike = ("length", "tokens", "price", "exact", "timeline", "constants")
+    alike = ("length", "tokens", "price", "exact", "timeline", "constants", "tried_to_allocate")
     return api_predict(
         model,
         **{name: getattr(arguments, name) for name in alike},
@@ -234,7 +253,7 @@ def _score_table(arguments: argparse.Namespace) -> int:
 
 def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
     """Raise UsageError for flags that a comparison does not take, or that its rows name."""
-    own = ("exact", "timeline", "constants", "calibrate", "explain", "length")
+    own = ("exact", "timeline", "constants", "calibrate", "explain", "length", "tried_to_allocate")
     typed = {name: getattr(arguments, name) for name in own}
     typed |= {"gpus": arguments.cluster, **typed_values(arguments), "host_memory": None}
     for name, value in typed.items():

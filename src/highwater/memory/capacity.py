@@ -1,10 +1,15 @@
-"""Records of a prediction: of one cell (``CellPrediction``) and of a question (``Prediction``)."""
+"""Records of a prediction: of one cell (``CellPrediction``), of a question (``Prediction``) and of
+an allocation that failed (``FailedAllocation``), with the tensors that it may have been for.
+"""
 
-from typing import Literal
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import msgspec
 
 from highwater.memory.formula.constants import Footprint, MachineConstants, workspaces_bytes
+from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import Calibration, Interval
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trace.replay import Replayed
@@ -16,6 +21,7 @@ from highwater.nouns.objective import OPTIMIZERS, Rollout
 from highwater.nouns.study import Cell, Risk, default_headroom_bytes
 from highwater.nouns.trainer import TrainerName
 from highwater.speed import Cost, PredictedStep
+from highwater.units import GIB, MIB
 
 Binding = Literal["device", "host", "rollout", "ceiling"]
 """The reason why no longer length fits: a GPU's memory, the host's, a rollout engine's KV cache, or
@@ -115,6 +121,79 @@ class CellPrediction(Record, frozen=True, kw_only=True):
         return self.footprint.peak.name if self.replayed is None else self.replayed.phase
 
 
+class Tensor(Record, frozen=True):
+    """One tensor that a step may allocate."""
+
+    name: str
+    shrunk_by: Literal["loss", "attention", "tokens", "sharding"]
+    """What makes it smaller, or does without it."""
+    sizes: tuple[int, ...]
+    """Numbers in each dimension, and last the bytes of one number."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.sizes)
+
+
+class FailedAllocation(Record, frozen=True, kw_only=True):
+    """An allocation for which PyTorch had no room: ``Tried to allocate 18.55 GiB``."""
+
+    bytes: int
+    is_known: bool
+    """True if ``tensors`` are of so many bytes; False if they are only the nearest in size."""
+    tensors: tuple[Tensor, ...]
+
+
+_ROUNDED_BYTES = 2 * MIB
+"""PyTorch rounds allocations of 10 MiB or more up to a multiple: its ``kRoundLarge``."""
+
+
+def failed_allocation(asked_bytes: int, steps: Iterable[Step]) -> FailedAllocation:
+    """The tensors of these steps, the simplest first, that have the bytes of an allocation."""
+
+    def distance(tensor: Tensor) -> int:
+        rounded = -(-tensor.bytes // _ROUNDED_BYTES) * _ROUNDED_BYTES
+        return min(abs(asked_bytes - rounded), abs(asked_bytes - tensor.bytes))
+
+    tensors = dict.fromkeys(each for step in steps for each in _tensors(step))
+    printed = 0.0051 * (GIB if asked_bytes >= GIB else MIB)  # two digits
+    found = [each for each in tensors if distance(each) <= printed]
+    shown = found or sorted(tensors, key=distance)[:2]
+    return FailedAllocation(bytes=asked_bytes, is_known=bool(found), tensors=tuple(shown))
+
+
+def _tensors(step: Step) -> list[Tensor]:
+    """Tensors of a step, with whatever loss and attention, in both dtypes."""
+    shape, tokens, length = step.shape, step.tokens, step.length_tokens
+    own = "weights or gradients of"
+    found: list[Any] = [("logits", "loss", (tokens, shape.vocab_size))]
+    for kind in dict.fromkeys(run.kind for run in shape.runs):
+        attention, mlp, hidden = kind.attention, kind.mlp, kind.hidden_size
+        heads = step.documents * attention.query_heads // step.layout.ulysses_degree
+        experts = (mlp.experts,) * mlp.is_routed
+        within = "values inside experts" if experts else "values inside an MLP"
+        found += [
+            ("attention scores, length by length,", "attention", (heads, length, length)),
+            (within, "tokens", (tokens * mlp.experts_per_token, mlp.width)),
+            ("hidden states", "tokens", (tokens, hidden)),
+            ("queries", "tokens", (tokens, attention.query_size)),
+            (f"{own} one MLP matrix", "sharding", (*experts, mlp.width, hidden)),
+            (f"{own} a layer", "sharding", (kind.parameters,)),
+        ]
+    part = -(-shape.parameters // step.layout.shard_degree)
+    found += [
+        ("numbers of a mask, length by length,", "attention", (length, length)),
+        (f"{own} embedding or head", "sharding", (shape.vocab_size, shape.hidden_size)),
+        (f"{own} the model on a GPU", "sharding", (part,)),
+    ]
+    return [
+        Tensor(f"{name} in {dtype}", shrunk_by, (*sizes, size))
+        for dtype, size in (("float32", 4), ("bfloat16", 2))
+        for name, shrunk_by, sizes in found
+    ]
+
+
 class Prediction(Record, frozen=True, kw_only=True):
     """Prediction for a whole question, or for all its cells at one length."""
 
@@ -142,6 +221,8 @@ class Prediction(Record, frozen=True, kw_only=True):
     """Factor by which YaRN stretches positions at the longest length; None: without YaRN."""
     cost: Cost | None = None
     """Time and price of a training at the length; None: not asked for, or the speed is unknown."""
+    tried: FailedAllocation | None = None
+    """An allocation that failed at the length, and the tensors of its size; None: not asked."""
     method: PredictionMethod = "formula"
     accuracy: str
     calibration: Calibration | None = None

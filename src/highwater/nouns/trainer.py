@@ -168,6 +168,9 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     """Sequences of a micro-batch where none are named."""
     reference_first: str = ""
     """Its setting by which a reference runs before training; empty: it has none."""
+    loads_as_saved: bool = False
+    """True if weights train in the dtype of their files, mostly bf16, unless a script says float32,
+    which is what is predicted."""
     targets: tuple[Target, ...] = ()
     """Targets of ``highwater emit --for`` whose step is exactly this one, its own first: for no
     other it is a prediction. Without any its settings are typed as flags."""
@@ -191,6 +194,7 @@ def _composed(traits: TrainerTraits, name: str) -> TrainerTraits:
         settings=traits.settings and traits.settings - row.lacks,
         is_run=True,
         is_watched=True,
+        loads_as_saved=False,
         targets=(name,),
     )
 

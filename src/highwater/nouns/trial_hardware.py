@@ -65,10 +65,12 @@ def hardware_of(request: Request, machine: Machine, model: Model, device: Device
             "a dry run without a GPU needs a memory limit", hint="add `--memory 80GiB`"
         )
     if limit is None:
-        raise UsageError(
-            "no GPU is visible, and neither the CPU nor a memory limit is named",
-            hint=f"for example `{_cpu_search(request, model)}`",
-        )
+        hint = f"for example `{_cpu_search(request, model)}`"
+        if "torch" not in machine.versions:
+            predicted = f"highwater predict {shlex.quote(request.model)} --gpus 4xA100-80GB"
+            hint = f"use `{predicted}`, which needs neither a GPU nor torch"
+        problem = "no GPU is visible, and neither the CPU nor a memory limit is named"
+        raise UsageError(problem, hint=hint)
     if budget is not None and total_bytes is not None and budget > total_bytes:
         raise UsageError(
             f"--memory {format_bytes(budget)} is more than the GPU has, "

@@ -32,6 +32,7 @@ from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
 from highwater.nouns.trainer import (
     OURS,
     REGISTRY,
+    TRAINERS,
     AnyTrainer,
     predicted_as,
     predicted_traits,
@@ -69,18 +70,21 @@ def prediction_answer(
     longest: Prediction | None = None,
     alternatives: Sequence[Alternative] = (),
     changed: Recommendation | None = None,
+    as_saved: Prediction | None = None,
 ) -> str:
     """Sentences on how far a model trains, and with which settings; at one length, whether it
     trains. If nothing fits, they name alternatives: ``longest`` is the prediction without that
     length, ``alternatives`` are other changes, ``changed`` is the user's own file with changes.
+    ``as_saved``: prediction with weights in bf16, which is named if its answer is another.
     """
     answer, known = prediction.answer, prediction.calibration
     by = predicted_as(prediction.trainer, known.own_trials if known else 0)
     more = _how_many(alternatives, prediction.gpus)
     if answer is None:
         by += more and f"; {more}"
-        said = _nothing(prediction, by, longest, alternatives, changed)
+        said = _nothing(prediction, by + _in_bf16(answer, as_saved), longest, alternatives, changed)
     else:
+        by += _in_bf16(answer, as_saved)
         said = _answered(prediction, answer, by, more and f" ({more})")
     said += _of_small_batches(prediction)
     said += "" if prediction.memory_limit.rollout is None else f" {ON_PAPER}"
@@ -88,7 +92,45 @@ def prediction_answer(
     if prediction.explained.footprint.peak.name == GENERATION:
         said += " Generation by transformers ends it, whose keys and values are of a whole batch:"
         said += " `--rollout vllm` has a cache of its own size."
-    return said
+    return said if prediction.tried is None else f"{_of_allocation(prediction)}\n{said}"
+
+
+def _of_allocation(prediction: Prediction) -> str:
+    """Say which tensor PyTorch tried to allocate, and what makes it smaller."""
+    tried, settings = prediction.tried, prediction.explained.cell.settings
+    assert tried is not None  # noqa: S101 (who calls has asked)
+    (first, *others), asked = tried.tensors, format_bytes(tried.bytes)
+    if not tried.is_known:
+        near = listed([f"{each.name} ({format_bytes(each.bytes)})" for each in tried.tensors])
+        return f"No single tensor of this step has {asked}; nearest are {near}."
+    from highwater.trainers.user_file import FILE_WORDS  # only a failure needs it
+
+    words, together = FILE_WORDS.get(prediction.trainer), settings.traits.documents_together
+    loss, rows = "--loss chunked", f"--sequences-per-micro-batch {together}"
+    if words is not None and words.length:
+        loss, rows = f"{words.fused[-1]}: true", f"{words.rows}: 1"
+    whose = "a chunked" if TRAINERS[prediction.trainer].refused(["liger"]) else "Liger's fused"
+    fewer = f"`{rows}` or " * (settings.sequences_per_micro_batch > together)
+    shrunk = {
+        "loss": f"{whose} loss (`{loss}`) does without them",
+        "attention": "flash attention does without them",
+        "tokens": f"{fewer}a shorter length makes them smaller",
+        "sharding": "more GPUs share them",
+    }
+    names = " or ".join((first.name, *(each.name for each in others[:1])))
+    sizes = " x ".join(f"{each:,}" for each in first.sizes)
+    return f"{asked} are the {names}, {sizes} bytes: {shrunk[first.shrunk_by]}."
+
+
+def _in_bf16(answer: CellPrediction | None, as_saved: Prediction | None) -> str:
+    """Say that weights in float32 are assumed, if with weights in bf16 the answer is another."""
+    narrow = as_saved and as_saved.answer
+    if not as_saved or not narrow or (answer and answer.reach_tokens == narrow.reach_tokens):
+        return ""
+    flags = f"--optimizer {narrow.cell.settings.optimizer} --parameters bf16 --micro-batches 1"
+    tokens = f"{format_tokens(narrow.reach_tokens)} tokens train (`{flags}`)"
+    said = f"With weights in float32: as transformers 5 loads most files, in bf16, {tokens}"
+    return f". {said}.{_on_gpus(as_saved, narrow)}".removesuffix(".")
 
 
 def _answered(prediction: Prediction, answer: CellPrediction, by: str, more: str) -> str:
@@ -697,22 +739,24 @@ def _bar(size: int, largest: int) -> str:
     return "#" * round(_LONGEST_BAR * size / largest)
 
 
+_MOST_WORDS = 30
+"""Most words of a first line that names the longest document, too."""
+
+
 def data_answer(found: "DataLengths") -> str:
     """Sentence on the length that holds 99 % of the documents whole, and on how far the GPUs train.
     Further lines: documents that are cut, tokens that two lengths keep, time and cost of a pass.
     """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
     documents, held = counted(found.documents, "document"), format_tokens(found.whole_tokens)
-    tokens = f"{held} tokens"
-    if (each := found.bytes_per_token) is not None:
-        of = f" of {plain(found.model)} is on this machine" if found.model else " is named"
-        counts = "`highwater data --model FOLDER` with tokenizer.json counts"
-        tokens = f"about {tokens} (by {each} bytes each: no tokenizer{of}; {counts})"
-    lines = [f"{name}: {tokens} hold 99 % of {documents} whole"]
+    about = "about " * (found.bytes_per_token is not None)
+    first, then = f"{name}: {about}{held} tokens hold 99 % of {documents} whole", ""
     if found.trained_by is not None:
         reach = found.reach_tokens and _tokens(found.reach_tokens, found.native_length_tokens)
-        reach = f"up to {reach}" if reach else "none"
-        lines[0] += f"; {plain(found.trained_by)} {reach}"
+        then = f"; {plain(found.trained_by)} {f'up to {reach}' if reach else 'none'}"
+    longest = f" (longest: {format_tokens(found.longest_tokens)})"
+    longest *= len(f"{first}{longest}{then}".split()) <= _MOST_WORDS
+    lines = [f"{first}{longest}{then}"]
     if found.cut is not None:
         longer, at = found.documents - found.cut.documents, format_tokens(found.cut.length_tokens)
         lines.append(
@@ -743,6 +787,9 @@ def data_answer(found: "DataLengths") -> str:
         lines.append(f"{passed} {format_seconds(meant.epoch_s)}{money}, predicted")
     if meant.trained and (outside := meant.trained.cell.settings.traits.outside_step):
         lines.append(outside.removesuffix("."))
+    if (each := found.bytes_per_token) is not None:
+        counts = "`highwater data --model FOLDER` counts"
+        lines.append(f"No tokenizer here, {each} bytes a token: {counts}")
     return "\n".join(f"{line}." for line in lines)
 
 
@@ -765,10 +812,10 @@ def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
     shown = found.lengths[max(0, last - 4) : last] if is_short else found.lengths
     left = len(found.lengths) - len(shown)
     how = "counted" if found.bytes_per_token is None else "estimated from bytes"
+    how = "predicted" if is_trained else how  # which of the two: by the answer's sentences
     return table_of(
-        f"{found.documents:,} documents, {found.tokens:,} tokens, the longest "
-        f"{found.longest_tokens:,}{trained and f', {trained}'}: {how}"
-        + (", and predicted" if is_trained else ""),
+        f"{counted(found.documents, 'document')}, {found.tokens:,} tokens, the longest "
+        f"{found.longest_tokens:,}{trained and f', {trained}'}: {how}",
         shown,
         ("up to", "length_tokens"),
         None if is_trained else ("", lambda each: _bar(own[each], max(own.values()))),

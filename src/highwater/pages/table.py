@@ -342,6 +342,7 @@ def _side_by_side(
     headings = [folded(column.heading, width) for column, width in paired]
     height = max(map(len, headings))
     raised = [[""] * (height - len(heading)) + heading for heading in headings]
+    above = list(_joined(raised, widths, are_left, gap))
     rule = gap.join("-" * width for width in widths).rstrip()
     cells = (
         [
@@ -351,7 +352,7 @@ def _side_by_side(
         for row in range(len(columns[0].cells))
     )
     return _Drawn(
-        headings=[*_joined(raised, widths, are_left, gap), rule],
+        headings=[*above, rule] if above else [],
         rows=[list(_joined(row, widths, are_left, gap)) for row in cells],
     )
 

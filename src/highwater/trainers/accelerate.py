@@ -34,6 +34,7 @@ from highwater.trainers.emitted import (
     fused_attention,
     is_fused,
     nested,
+    refuse_kept_attention,
     refuse_obstacle,
     shape_here,
     whole_logits_bytes,
@@ -302,10 +303,7 @@ def refuse_unlaunched(spec: TrialSpec, *, name: str) -> None:
     settings, layout = spec.settings, spec.layout
     if layout.ring_degree > 1 and settings.strategy == "fsdp":
         raise UsageError(f"{name}'s ring is FSDP2's, not FSDP's", hint="use `--strategy fsdp2`")
-    if settings.recompute == "all-but-attention":
-        raise UsageError(
-            f"{name} recomputes whole layers: it keeps no attention", hint="use `--recompute layer`"
-        )
+    refuse_kept_attention(name, settings)
     if settings.offloads_states:
         raise UsageError(
             "accelerate offloads states with parameters and gradients, not alone",

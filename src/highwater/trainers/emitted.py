@@ -198,13 +198,11 @@ class Dialect(NamedTuple):
         )
 
     def engine_alone(self, settings: Settings) -> list[str]:
-        """Sentences on settings that only this package's engine has."""
+        """Sentences on settings that only this package's engine has. Raises UsageError for what
+        ``refuse_kept_attention`` refuses.
+        """
         said: list[str] = []
-        if settings.recompute == "all-but-attention":
-            said.append(
-                f"--recompute all-but-attention: {self.name} recomputes whole layers, which takes "
-                "less memory and more time"
-            )
+        refuse_kept_attention(self.name, settings)
         groups = settings.attention_head_groups
         if groups > 1:
             said.append(
@@ -230,6 +228,13 @@ class Dialect(NamedTuple):
             f"{self.name} has one dtype for adapters and the frozen model, {field}: float32, which "
             "counts 4 bytes for each of its parameters; bf16 would train adapters in bf16"
         )
+
+
+def refuse_kept_attention(name: str, settings: Settings) -> None:
+    """Raise UsageError for a policy of recomputation that the trainer ``name`` has no word for."""
+    if settings.recompute == "all-but-attention":
+        problem = f"{name} recomputes whole layers: it keeps no attention"
+        raise UsageError(problem, hint="use `--recompute layer`")
 
 
 def other_optimizer(settings: Settings) -> dict[str, Value]:

@@ -398,6 +398,7 @@ PREDICTED = TrainerTraits(
     ),
     traces="made",
     ring_objectives=frozenset(),
+    loads_as_saved=True,
 )
 MEMORY = TrainerMemory(
     formula=footprint,

@@ -47,6 +47,8 @@ OLDEST = {
 """First release that works of packages that some settings need, as in pyproject.toml's extras."""
 INSTALL_COMMAND = "pip install '.[train]'"
 INSTALL_HINT = f"`{INSTALL_COMMAND}` in the checkout of highwater"
+PREDICTION = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
+"""A command that needs no more than the package itself."""
 _TORCH_REQUIREMENT = "torch>=2.11,<2.14"
 _ENDING_S = 10.0
 _RANK = "highwater.engine.training.worker"
@@ -162,7 +164,8 @@ def refuse_package_obstacles(machine: Machine, *, before: str = "") -> None:
     """Raise MachineError for missing or unfit packages; ``before`` begins its message."""
     obstacles = package_obstacles(machine)
     if obstacles:
-        raise MachineError(f"{before}{'; '.join(obstacles)}", hint=INSTALL_HINT)
+        hint = f"`{PREDICTION}` needs no torch; for the rest {INSTALL_HINT}"
+        raise MachineError(f"{before}{'; '.join(obstacles)}", hint=hint)
 
 
 def refuse_torch_without_gpu(machine: Machine) -> None:

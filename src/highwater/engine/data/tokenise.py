@@ -215,10 +215,11 @@ def _make(
         processes = 1 if reward is not None else processes_for(found.files)
         everything = chain.from_iterable(map(records, found.files))
         rows = rendered(everything, render, processes=processes)
-        _write(rows, len(found.files), limit, writer, on_phase)
+        what = "byte" if isinstance(tokens, Bytes) else "token"
+        _write(rows, len(found.files), limit, writer, on_phase, what)
         if not writer.counts["documents"]:
             raise _nothing(order, limit)
-        on_phase(f"writing {writer.counts['tokens']:,} tokens")
+        on_phase(f"writing {writer.counts['tokens']:,} {what}s")
         summary = Corpus(
             directory=str(place),
             digest=place.name,
@@ -254,13 +255,16 @@ def _write(
     limit: LengthLimit,
     writer: CorpusWriter,
     on_phase: OnPhase,
+    what: str,
 ) -> None:
-    """Write the units of every record, and report their number every ``TOLD_S`` seconds."""
+    """Write the units of every record, and report the number of tokens every ``TOLD_S`` seconds;
+    ``what``: byte, if bytes are tokens.
+    """
     told = 0.0
     for count, (record, units) in enumerate(rows, 1):
         if time.monotonic() - told > TOLD_S:
             told = time.monotonic()
-            read, made = counted(count, "record"), counted(writer.counts["tokens"], "token")
+            read, made = counted(count, "record"), counted(writer.counts["tokens"], what)
             where = f", file {record.file + 1} of {files}" if files > 1 else ""
             on_phase(f"tokenising: {read}, {made}{where}")
         for unit in units:
