@@ -437,8 +437,7 @@ def test_wide_experts_hold_their_products_and_one_gradient_of_each(specs, logs):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name for name in TRIALS if "experts" in name and name not in BESIDE_THE_FORMULA],
+    "name", [name for name in TRIALS if "experts" in name and name not in BESIDE_THE_FORMULA]
 )
 def test_experts_peak_where_the_formula_says(specs, logs, name):
     assert peak_bytes(logs[name]) == pytest.approx(
