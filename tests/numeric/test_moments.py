@@ -22,20 +22,13 @@ from highwater.nouns.settings import Settings
 from highwater.trials.traced import fullest_rank
 from learn_moments import SHARED_SIZE, UNGROUPED
 from tables import deep
-from tiny_models import config_of
+from tiny_models import config_of, sized
 
 LENGTH = 16_384
 TINY = config_of("tiny")
 CONFIG: dict[str, Any] = {
     **{name: value for name, value in TINY.items() if name != "architectures"},
-    "hidden_size": 384,
-    "intermediate_size": 960,
-    "num_hidden_layers": 4,
-    "vocab_size": 512,
-    "pad_token_id": 0,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
+    **sized(512, 384, 4, (6, 2), head_dim=64, intermediate_size=960, pad_token_id=0),
     "sliding_window": 700,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }

@@ -33,25 +33,13 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from tables import deep
-from tiny_models import config_of
+from tiny_models import config_of, sized
 
 TINY = config_of("tiny") | {"vocab_size": 20_000}
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 128,
-    "moe_intermediate_size": 48,
-    "num_experts": 8,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "vocab_size": 1024,
-    "max_position_embeddings": 32_768,
-    "router_aux_loss_coef": 0.001,
-    "output_router_logits": False,
-}
+EXPERTS = sized(1024, 128, 2, (2, 1), head_dim=64, max_position_embeddings=32_768)
+EXPERTS |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+EXPERTS |= {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 6}
+EXPERTS |= {"router_aux_loss_coef": 0.001, "output_router_logits": False}
 """Many experts per token, and small ones: at the peak most bytes are copies of tokens for them."""
 WIDE = EXPERTS | {"moe_intermediate_size": 384, "num_experts": 4, "num_experts_per_tok": 2}
 """Few and wide ones, as Mixtral has them: at the peak most bytes are their products."""
