@@ -49,11 +49,8 @@ def write_safetensors(
     header, data = {}, b""
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * int(re.sub(r"^[A-Z]+(\d+).*", r"\1", dtype)) // 8
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [len(data), len(data) + size],
-        }
+        offsets = [len(data), len(data) + size]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
         data += bytes([(fill or {}).get(name, 0)]) * size
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -86,15 +83,5 @@ def machine_with(count: int, **changes: Any) -> Machine:
 
 def question_of(**settings: Any) -> Question:
     """A question about Qwen3-0.6B on a simulated GPU with 80 GiB."""
-    return plan(
-        request_from(
-            {
-                "model": "Qwen3-0.6B",
-                "device": "cuda",
-                "memory": "80GiB",
-                "dry_run": True,
-                **settings,
-            }
-        ),
-        NO_GPU,
-    ).question
+    usual = {"model": "Qwen3-0.6B", "device": "cuda", "memory": "80GiB", "dry_run": True}
+    return plan(request_from(usual | settings), NO_GPU).question
