@@ -1,11 +1,12 @@
-"""Machines, models, questions and scripts that tests of the control plane share."""
+"""Machines, models, questions, scripts and commands that tests of the control plane share."""
 
 import importlib.util
 import json
 import math
 import re
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +38,11 @@ def script(path: Path) -> ModuleType:
     sys.modules[path.stem] = module  # what it declares looks for its own module there
     spec.loader.exec_module(module)
     return module
+
+
+def captured(command: Sequence[str | Path], **how: Any) -> subprocess.CompletedProcess[str]:
+    """What a command says on both streams, and how it ends."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, **how)
 
 
 def write_safetensors(

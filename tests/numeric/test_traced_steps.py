@@ -31,7 +31,6 @@ from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import TrialSpec
 from tables import deep
 from tiny_models import config_of, sized
 
@@ -442,7 +441,8 @@ def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(
 ):
     """Wide ones but for one of its hidden states, more or less; each of their products is six."""
     hidden = 2 * shape_of(specs[name]).hidden_size
-    measured, *all_to_the_same = (measured_on_the_cpu(specs[name], factor) for factor in factors)
+    model = specs[name].model_directory
+    measured, *all_to_the_same = (answer(ON_THE_CPU, model, str(factor)) for factor in factors)
     assert {*all_to_the_same} <= {measured}
     allowed = hidden if name == "wide experts" else CPU_TOLERANCE * measured
     assert experts_bytes_per_token(logs, name) == pytest.approx(measured, abs=allowed)
@@ -489,7 +489,3 @@ def test_real_models_peak_where_the_formula_says(tmp_path, model, length, settin
 def experts_bytes_per_token(logs: dict[str, EventLog], name: str = "experts") -> float:
     one, other = (peak_bytes(logs[each]) for each in (name, f"{name}, longer"))
     return (other - one) / (32_768 - LENGTH)
-
-
-def measured_on_the_cpu(spec: TrialSpec, router_factor: float) -> float:
-    return answer(ON_THE_CPU, spec.model_directory, str(router_factor))
