@@ -26,9 +26,9 @@ EXIT_TERMINATED = 143
 
 
 class HighwaterError(Exception):
-    """A problem in the user's words, with the values, and a hint: something to type.
+    """A problem in the user's words, with the values, and a hint with something to type.
 
-    ``hint`` is a promise: a test runs each one.
+    A test runs each ``hint``.
     """
 
     exit_code: ClassVar[int] = EXIT_USER
@@ -60,6 +60,6 @@ class SnapshotError(HighwaterError):
 
 
 class MachineError(HighwaterError):
-    """Something asked that this machine cannot do."""
+    """A request that this machine cannot meet: no GPU, no memory, a missing package."""
 
     exit_code = EXIT_MACHINE

@@ -218,7 +218,7 @@ def cost_of(tokens: int, step: PredictedStep, *, gpus: int, hour_dollars: float 
 
 
 class _Work(NamedTuple):
-    """Work of one GPU for one micro-batch."""
+    """Work of one GPU for one micro-batch, in FLOPs and in bytes of memory traffic."""
 
     matmul_flops: float = 0
     attention_flops: float = 0
@@ -249,7 +249,7 @@ def predicted_step(
     attention_depth: int | None = None,
 ) -> PredictedStep | None:
     """Predict the time of a step; None for a GPU kind with unknown rates. ``attention_depth``: in a
-    memory-only trial, the number of layers with whole attention; the others attend within pieces.
+    memory-only trial, the number of layers with full attention; the others attend within pieces.
     """
     rates = rates_of(device_name)
     if rates is None:
@@ -328,8 +328,8 @@ def _micro_batch(
     sequences: int,
     whole: int,
 ) -> _Work:
-    """Return the work of one GPU: every layer of every trained model, the head, earlier passes, and
-    copies of parameters. Only the last ``whole`` layers attend over whole documents.
+    """Return the work of one GPU: all layers of every trained model, the head, the passes before
+    the step, and copies of parameters. Only the last ``whole`` layers attend over whole documents.
     """
     tokens = sequences * length_tokens / layout.context_degree
     attended = _attended(shape, settings, length_tokens, sequences=sequences, whole=whole)
@@ -355,8 +355,8 @@ def _micro_batch(
 def _attended(
     shape: ModelShape, settings: Settings, length_tokens: int, *, sequences: int, whole: int
 ) -> list[tuple[LayerKind, int, _Work]]:
-    """Return each kind of layer, its number, and one such layer's attention, forward and backward,
-    on all GPUs that share the sequences.
+    """Return each kind of layer, the number of such layers, and the attention of one such layer,
+    forward and backward, on all GPUs that share the sequences.
     """
     tokens = sequences * length_tokens
     of_pieces = tokens**2 / (pieces(tokens, "cuda") or 1) / 2
@@ -381,7 +381,7 @@ def _attended(
 def _times_as_long(
     attention: AttentionKind, settings: Settings, length_tokens: int, *, sequences: int
 ) -> tuple[float, float]:
-    """Time of a pair as a multiple of that by the fused kernels' rates, forward and backward."""
+    """Cost of a query-key pair relative to fused kernels, forward and backward."""
     is_wide = attention.head_dim > WIDEST_FUSED_HEAD
     has_window = attention.window_tokens is not None and attention.head_dim == WIDEST_FUSED_HEAD
     if settings.pattern is not None or not (is_wide or has_window):
@@ -510,7 +510,7 @@ def _exchanged_bytes(
 
 
 def _over_pcie(shape: ModelShape, settings: Settings, layout: Layout, rates: Rates) -> float:
-    """Seconds of a micro-batch for copies of parameters from the host and gradients to it."""
+    """Seconds of a micro-batch for copying parameters from the host and gradients to it."""
     seconds = 0.0
     if settings.offloads_model:
         size = 4 if settings.lora is None else 2
@@ -540,7 +540,7 @@ def _late_copies(
 
 
 def _update(shape: ModelShape, settings: Settings, layout: Layout, rates: Rates) -> float:
-    """Seconds of the update, on the device or the host."""
+    """Seconds of the optimizer update, on the device or the host."""
     own = settings.trained_models * trained_parameters(shape, settings) / layout.shard_degree
     if settings.offloads_model:
         return own * _HOST_UPDATE_BYTES / _HOST_BYTES

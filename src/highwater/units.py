@@ -65,7 +65,7 @@ def binary_size(count: int) -> str:
 
 def parse_memory(text: str) -> int:
     """Parse the size of a GPU's or host's memory, or a part of it, like ``parse_bytes``. Below a
-    MiB it needs a unit, unless it is 0: nobody means 79 bytes by ``"79.15"``.
+    MiB a unit is required, except for 0: ``"79.15"`` is hardly 79 bytes.
     """
     count = parse_bytes(text)
     number, unit = _split(text, what="a memory size", example="80GiB")
@@ -203,7 +203,7 @@ def _split(text: str, *, what: str, example: str) -> tuple[float, str]:
 
 
 def _short(text: str) -> str:
-    """Quote the text as it was typed; only its beginning if it is longer than a line."""
+    """Quote the typed text; only its beginning if it is longer than a line."""
     return repr(text if len(text) <= _LINE else f"{text[:_LINE]}…")
 
 

@@ -9,9 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 72_177,
+    "src_lines": 71_924,
     "src_files": 287,
-    "src_small_files": 10,
+    "src_small_files": 9,
     "process_starts": 1,
     "decision_records": 25,
     "changelog_bytes": 3_000,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from highwater.errors import MachineError
+from highwater.nouns.settings import Settings
 from highwater.nouns.trial import REPORTERS
 from highwater.trials import probe
 
@@ -187,7 +188,7 @@ def test_a_reporter_that_is_not_reached_is_told_once_and_all_ends_well(highwater
 def test_a_package_that_is_missing_is_refused_before_anything_starts(name, monkeypatch):
     monkeypatch.setattr(probe, "find_spec", lambda _: None)
     with pytest.raises(MachineError, match=f"needs {name}, which is not installed") as refused:
-        probe.refuse_missing_reporters((name,))
+        probe.refuse_missing_package(Settings(), reporters=(name,))
     assert refused.value.hint.startswith(f"`pip install '{name}>=")
 
 

@@ -21,10 +21,10 @@ from highwater.engine.models.build import read_config
 from highwater.engine.models.pretrained import text_config
 from highwater.engine.models.rope import DocumentRope, PhimoeRope, follow_documents, scale_rope
 from highwater.engine.parallel.sequence_layout import PADDING, Part, Route, SequenceLayout
-from highwater.errors import ModelError, UsageError
+from highwater.errors import ModelError
 from highwater.model.model import load_model
 from highwater.model.model_place import catalog_names
-from highwater.model.rope import yarn
+from highwater.model.rope import ends_at_native, yarn
 from tiny_models import SIZES
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
@@ -102,24 +102,14 @@ def test_other_rope_is_left_alone_or_refused():
         follow_documents(Silent())
 
 
-_BY_KIND_OF_LAYER = ("gemma3_text", "gemma4_text", "olmo3")
-"""Families whose kinds of layers have each their own RoPE, which YaRN does not stretch here."""
-
-
 @pytest.mark.parametrize("rope", ["auto", "yarn"])
 @pytest.mark.parametrize("name", catalog_names())
 def test_the_block_is_the_engines(name, rope):
     model = load_model(name)
     native = model.shape.native_length_tokens
     for length in (native // 2, native, native + 4096, 8 * native):
-        if length > native and model.own_rope_scaling and rope == "auto":
+        if length > native and ends_at_native(model, rope):
             continue  # refused
-        if length > native and model.shape.model_type in _BY_KIND_OF_LAYER:
-            with pytest.raises(UsageError, match="RoPE for each kind of layer"):
-                scale_rope(
-                    AutoConfig.from_pretrained(model.directory), length_tokens=length, rope=rope
-                )
-            continue
         config = text_config(Path(model.directory)) or AutoConfig.from_pretrained(model.directory)
         before = json.dumps(config.rope_parameters, default=str)
         scale_rope(config, length_tokens=length, rope=rope)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from transformers import GPT2Config, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from closeness import deviation
 from engine_models import on_meta, tiny_training
@@ -20,7 +20,7 @@ from highwater.engine.models.fused.fused import fuse_norms
 from highwater.engine.models.rope import scale_rope
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.step import backward_of
-from highwater.errors import HighwaterError, ModelError, UsageError
+from highwater.errors import ModelError, UsageError
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
@@ -46,11 +46,6 @@ def test_past_the_native_length_yarn_has_the_factor_of_the_lengths_and_keeps_the
         "factor": 131_072 / 40_960,
         "original_max_position_embeddings": 40_960,
     }
-
-
-def test_a_model_without_rope_is_refused_past_its_positions():
-    with pytest.raises(HighwaterError, match="no RoPE"):
-        scale_rope(GPT2Config(n_positions=1024), length_tokens=2048, rope="auto")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ from highwater.memory.formula.layers import Step, working_set_bytes
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import ATTENTION, Lora, adapter_parameters, nf4_bytes, saved_by_base
+from highwater.nouns.objective import (
+    ATTENTION,
+    Lora,
+    adapter_parameters,
+    nf4_bytes,
+    refuse_no_target,
+    saved_by_base,
+)
 from highwater.nouns.request import request_from, setting_flags
 from highwater.nouns.settings import Settings, settings_in_words
 from highwater.nouns.sparse_pattern import SparsePatternConfig
@@ -32,6 +39,13 @@ def test_a_name_that_is_no_linear_layers_is_refused_with_those_that_are(name):
     with pytest.raises(UsageError, match=f"no linear layer {name}") as refused:
         highwater.predict("Qwen3-0.6B", gpus="1xH200-141GB", lora=4, lora_targets=f"q_proj,{name}")
     assert "q_proj" in refused.value.hint
+
+
+def test_a_family_whose_names_nobody_read_is_refused_where_none_is_known():
+    unread = load_model("Qwen3-0.6B").shape.replace(model_type="unread")
+    refuse_no_target(unread, Lora(rank=4, alpha=8, targets="q_proj,query_key_value"))
+    with pytest.raises(UsageError, match="no linear layer query_key_value"):
+        refuse_no_target(unread, Lora(rank=4, alpha=8, targets="query_key_value"))
 
 
 OF_EXPERTS = "q_proj,gate_proj,up_proj,down_proj"

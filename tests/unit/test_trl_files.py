@@ -149,7 +149,7 @@ def test_grpo_generates_so_many_tokens_and_no_fewer():
 )
 def test_what_trl_is_not_tried_with_is_refused_by_name(spec, said):
     with pytest.raises(UsageError, match=said):
-        trl.refuse_untried(spec, load_model(spec.model_directory).shape)
+        trl.check(spec, trainer_of("trl"), lambda _: False)
 
 
 def steps(*told: tuple[str, str], length: int = 512, **shared: int) -> int:

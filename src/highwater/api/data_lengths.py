@@ -1,5 +1,5 @@
-"""Lengths of a user's data: how long its documents are, what each length keeps of them, and what
-one pass over that takes on some GPUs, in time and in money.
+"""Document lengths of a user's data: what part of the data each context length keeps, and the time
+and the money of one pass over it on some GPUs.
 
 ```python
 import highwater
@@ -43,7 +43,7 @@ _ROUND = 256
 
 
 class KeptLength(Record, frozen=True, kw_only=True):
-    """The part of the data that a length keeps, and what training on it takes."""
+    """The part of the data that a context length keeps, and the settings that train on it."""
 
     length_tokens: int
     documents: int
@@ -60,7 +60,7 @@ class KeptLength(Record, frozen=True, kw_only=True):
 
 
 class DataLengths(Record, frozen=True, kw_only=True):
-    """The documents of some data by their lengths."""
+    """Lengths of the documents in a user's data, and what each context length keeps of them."""
 
     data: tuple[str, ...]
     tokenizer: str
@@ -88,9 +88,7 @@ class DataLengths(Record, frozen=True, kw_only=True):
 
     @property
     def enough(self) -> KeptLength:
-        """The shortest length that keeps 95 % of the tokens; if it does not train, the longest that
-        does.
-        """
+        """Shortest length with 95 % of the tokens, if it trains; else the longest that trains."""
         found = next(each for each in self.lengths if each.kept_tokens >= 0.95 * self.tokens)
         trained = [each for each in self.lengths if each.trained]
         return trained[-1] if trained and found not in trained else found
@@ -105,11 +103,11 @@ def data_lengths(
     on_phase: OnPhase = unheard,
     **asked: Any,
 ) -> DataLengths:
-    """Measure the documents in files, in tokens of the tokenizer of ``model``, a folder with no
-    more than that among them; estimated without one. With ``gpus`` and other keywords of
-    ``predict``: how each length is trained, and the time of one pass. ``length``: one more length
-    to answer for. ``price``: that of one GPU for an hour, ``2.5`` or ``"2.50/h"``, by default the
-    catalog's. Raises HighwaterError for what cannot be read, or predicted.
+    """Measure the documents in files, in tokens of the tokenizer of ``model`` (a folder with only
+    that will do); estimated without one. With ``gpus`` and other keywords of ``predict``: also how
+    each length is trained, and the time of one pass. ``length``: one more length to report.
+    ``price``: of one GPU for an hour, ``2.5`` or ``"2.50/h"``, default: the catalog's. Raises
+    HighwaterError for unreadable data, and for invalid settings.
     """
     hour_price = parse_price(price)
     paths = (data,) if isinstance(data, str) else tuple(data)

@@ -1,5 +1,5 @@
-"""GPU choice: of several kinds of GPUs those that train a length for the least money, and the
-fewest of each that do.
+"""GPU choice: of several kinds of GPUs the cheapest that train a length, and the smallest number of
+each kind that does.
 
 ```python
 import highwater
@@ -65,11 +65,11 @@ def cheapest_gpus(
     price: str | float | None = None,
     **asked: Any,
 ) -> GpuChoice:
-    """Compare kinds of GPUs, ``("A100", "8xH100")``, by what a million tokens cost in sequences of
-    ``length``. A kind without a number is tried with 1, 2, 4, 8 and the fewest, and its cheapest
-    kept. ``price``: of a GPU and hour, or one for each kind, ``"1.59,3.49"``; default: the
-    catalog's. Other keywords are those of ``predict``. Raises HighwaterError for what cannot be
-    asked.
+    """Compare kinds of GPUs, ``("A100", "8xH100")``, by the cost of a million tokens in sequences
+    of ``length``. A kind without a number is tried with 1, 2, 4, 8 and the smallest number that
+    fits; its cheapest number is kept. ``price``: of a GPU for an hour, or one for each kind,
+    ``"1.59,3.49"``; default: the catalog's. Other keywords are those of ``predict``. Raises
+    HighwaterError for invalid values.
     """
     prices = [parse_price(each) for each in str(price).split(",")] if price is not None else [None]
     if len(prices) not in (1, len(gpus)):
@@ -94,7 +94,7 @@ def cheapest_gpus(
 
 
 def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
-    """Predictions for several numbers of a kind's GPUs, or for the number that the text has."""
+    """Predictions for 1, 2, 4, 8 GPUs of a kind and the fewest, or for the typed number."""
     if has_count(gpus):
         return [predict(model, gpus=gpus, **asked)]
     found: dict[int, Prediction] = {}
@@ -116,14 +116,14 @@ def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
 
 
 def _place(offer: Offer) -> tuple[float, ...]:
-    """Sort key: offers that train it come first, by dollars a million tokens, then an hour."""
+    """Sort key: offers that train the length first, by dollars a million tokens, then an hour."""
     dollars, hour = offer.million_dollars, offer.hour_dollars
     known = (dollars is None, round(dollars or 0.0, 2), hour is None, hour or 0.0)
     return (offer.trained is None, *known, offer.gpus)
 
 
 def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
-    """The cheapest offer of a kind's predictions, each by the fastest cell that fits."""
+    """The cheapest offer of a kind: of each prediction its fastest cell that fits is priced."""
     offers: list[Offer] = []
     for each in tried:
         fitting = [cell for cell in each.cells if cell.capacity_tokens]

@@ -1,4 +1,4 @@
-"""Predictions: what fits on GPUs that need not be here.
+"""Predictions: what fits on GPUs, which need not be in this machine.
 
 What only ``exact``, ``calibrate_with``, ``constants`` or a table needs is imported where it is
 used: a prediction by formula starts without trials, journals and traces.
@@ -20,7 +20,6 @@ from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
 from highwater.nouns.hardware import kernels
 from highwater.nouns.objective import RolloutRequest
-from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.request import TOPICS, request_from
 from highwater.nouns.study import Question
 from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName
@@ -56,33 +55,30 @@ def predict(
     """Predict the longest context that ``model`` trains with on each rung; with ``length`` which
     rungs train it.
 
-    A length fits if the upper end of its interval does. Recorded trials taught the intervals;
-    ``calibrate_with`` are studies whose trials are to teach them, too: with ``exact`` those that
-    tell the most, each traced first; ``on_calibrate`` hears how many traces that takes.
+    A length fits if the upper end of its interval does. Intervals are learned from recorded trials;
+    ``calibrate_with`` are studies whose trials are added: with ``exact`` only the most informative,
+    each traced first. ``on_calibrate`` is called with the number of traces done and needed.
 
     ``constants`` is a file that ``highwater doctor --measure --json`` printed on such GPUs:
-    context, cuBLAS and NCCL are taken from it, in the place of those that were read on H200s.
+    context, cuBLAS and NCCL memory are read from it, instead of the figures of H200s.
 
-    ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; default: this machine's.
-    ``gpu_memory`` is the memory of one, for a kind that no catalog has; ``host_memory`` the
-    machine's, by default what a machine with such GPUs usually has; ``reserved`` what others take
-    of each GPU. ``rollout_gpus`` of the GPUs are a rollout's own, and ``rollout="vllm"`` asks what
-    vLLM takes there, or on the same GPUs. With ``tokens``, ``"500M"``, or a ``price`` of one GPU
-    for an hour, the answer has a ``cost``: default: a million tokens, the catalog's price.
-    ``settings`` are the fields of ``Request`` that name a trial, a grid of lengths or a rollout.
-    Nothing is trained.
+    ``gpus`` names GPUs of any machine, ``"4xA100-80GB"``; default: this machine's. ``gpu_memory``
+    is the memory of one GPU, for a kind that is not in the catalog; ``host_memory`` is the
+    machine's, by default that of a usual machine with such GPUs; ``reserved`` is used by other
+    processes on each GPU. ``rollout_gpus`` of the GPUs are for the rollout only; ``rollout="vllm"``
+    predicts the memory of vLLM on these GPUs, or on the training's. With ``tokens``, ``"500M"``, or
+    a ``price`` of one GPU for an hour, the answer has a ``cost``: default: a million tokens, the
+    catalog's price. ``settings`` are the fields of ``Request`` that name a trial, a grid of lengths
+    or a rollout. Nothing is trained.
 
-    By formula: milliseconds, no torch. ``exact`` traces the engine's own steps on fake tensors, in
-    processes with torch, at the lengths around each edge: half a minute to minutes a trace, which
-    ``on_trace`` hears of and which is kept for the next time. ``timeline`` is a file to write,
-    which PyTorch's memory viewer opens: every allocation of the cell that ``explained`` names.
-    Raises HighwaterError for what cannot be asked.
+    A prediction by formula takes milliseconds, without torch. ``exact`` traces the engine's own
+    steps on fake tensors, in processes with torch, at the lengths around each edge: half a minute
+    to minutes a trace; traces are cached, and ``on_trace`` is called before each. ``timeline`` is a
+    file to write for PyTorch's memory viewer: all allocations of the cell ``explained``. Raises
+    HighwaterError for invalid settings.
     """
-    refuse_unknown_family(found := load_model(model))
-    refuse_other_class(found, trainer)
-    is_traceable = TRAINERS[trainer].traces == "made"
-    _check_exact(exact=exact, timeline=timeline, is_traceable=is_traceable)
-    _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
+    refuse_unknown_family(load_model(model))
+    _refuse_method(trainer, exact, timeline, calibrate_with, constants)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     if exact and trainer != OURS and (where.gpus > 1 or calibrate_with):
         raise UsageError(
@@ -164,25 +160,26 @@ def predict(
     return prediction
 
 
-def _check_exact(*, exact: bool, timeline: str | Path | None, is_traceable: bool) -> None:
-    if exact and not is_traceable:
+def _refuse_method(
+    trainer: TrainerName,
+    exact: bool,
+    timeline: str | Path | None,
+    calibrate_with: Sequence[str | Path],
+    constants: str | Path | None,
+) -> None:
+    """Raise UsageError for ways to predict that a trainer's step does not have."""
+    traits = TRAINERS[trainer]
+    if exact and traits.traces != "made":
         raise UsageError(
             "what is traced are this engine's own steps, with its own optimizers",
             hint="leave `--exact` out, or `--trainer`",
         )
-    if timeline is None:
-        return
-    if not exact:
-        raise UsageError("a timeline is drawn from a trace", hint="add `--exact`")
-    from highwater.store.directory import check_new_file
+    if timeline is not None:
+        if not exact:
+            raise UsageError("a timeline is drawn from a trace", hint="add `--exact`")
+        from highwater.store.directory import check_new_file
 
-    check_new_file(Path(timeline), flag="--timeline", name="timeline.pickle")
-
-
-def _check_trainer(
-    trainer: TrainerName, *, calibrate_with: Sequence[str | Path], constants: str | Path | None
-) -> None:
-    traits = TRAINERS[trainer]
+        check_new_file(Path(timeline), flag="--timeline", name="timeline.pickle")
     for is_refused, what in (
         (calibrate_with and MEMORY[trainer].learn is None, "trials of"),
         (constants is not None and traits.traces != "made", "constants as measured for"),
@@ -218,10 +215,10 @@ def predict_against(
     gpu_memory: str | int | None = None,
     **limits: Any,
 ) -> "TableAccuracy":
-    """Compare predictions for every cell of a table of known capacities (CSV) with the table.
+    """Compare a table of known capacities (CSV) with the prediction for each of its cells.
 
-    ``gpu_memory`` is that of the kind that no catalog has, or of the table's only kind; ``limits``
-    are ``host_memory`` and ``reserved``, as for ``predict``.
+    ``gpu_memory`` is the memory of a GPU that is not in the catalog, or of the table's only kind;
+    ``limits`` are ``host_memory`` and ``reserved``, as for ``predict``.
     """
     from highwater.memory.table_accuracy import (
         memory_limits_of,

@@ -42,12 +42,12 @@ Listener = Callable[[SearchEvent], None]
 def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> Study:
     """Search the longest context that ``model`` trains with, for each layout and rung: a study with
     a pair of real trials each. ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``,
-    ``memory="80GiB"``, ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it
-    starts and ends. Blocks for as long as the trials take, or their ``budget``; called again it
-    goes on where it was. A ``study`` that has every answer is returned as it is where there is no
-    GPU to ask. After the answer the first out of memory is repeated once with its memory recorded,
-    and a note of the study says what was alive; ``no_diagnose=True`` leaves that out. Raises
-    HighwaterError for what cannot be asked, before anything starts.
+    ``memory="80GiB"``, ``loss="chunked"``, ``dry_run=True``. ``on_event`` is called when a trial
+    starts or ends. Blocks until the trials have ended, or their ``budget`` is spent; called again,
+    it resumes. A complete ``study`` is returned as it is on a machine without GPUs. After the
+    answer the first out of memory is repeated once with its memory recorded, and a note of the
+    study names the live tensors; ``no_diagnose=True`` leaves that out. Raises HighwaterError for
+    invalid settings, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     known = completed_study(request)
@@ -62,15 +62,15 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
 
 
 def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
-    """Run one real trial of ``length`` tokens: how it ended, and what was measured. ``settings`` as
-    for ``find``. Raises HighwaterError for what cannot be tried, before anything starts.
+    """Run one real trial of ``length`` tokens; returns its outcome and measurements. ``settings``
+    as for ``find``. Raises HighwaterError for invalid settings, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     return answer_trial(request, prepare_trial(request, length))
 
 
 def open_study(path: str | Path) -> Study:
-    """Read the study in a file, as it is now; StudyError when there is none, or it is damaged."""
+    """Read a study's file in its current state; StudyError if it is missing or damaged."""
     return read_study(Path(path))
 
 
@@ -122,13 +122,6 @@ def prepare_trial(request: Request, length: int | str) -> TrialSpec:
         spec = spec.replace(settings=cell.settings)
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
     check_directories(request, spec.settings, spec.device)
-    _check_host_memory(spec)
-    check_foreign([spec])
-    return spec
-
-
-def _check_host_memory(spec: TrialSpec) -> None:
-    """Raise UsageError for a trial that takes more host memory than ``--host-memory``."""
     most_bytes, needed_bytes = spec.host_memory_bytes, host_bytes(spec)
     if most_bytes is not None and needed_bytes > most_bytes:
         raise UsageError(
@@ -136,6 +129,8 @@ def _check_host_memory(spec: TrialSpec) -> None:
             f"{format_bytes(most_bytes)} is named",
             hint=f"use `--host-memory {-(-needed_bytes // GIB)}GiB`, or a shorter `--length`",
         )
+    check_foreign([spec])
+    return spec
 
 
 def answer(
@@ -146,11 +141,11 @@ def answer(
     log_layout: LogLayout = "rung",
     command: Sequence[str] = (),
 ) -> Study:
-    """Ask the question: run what its study does not have yet, and return the study.
+    """Answer the question: run the trials that its study lacks, and return the study.
 
-    ``command`` is what was typed, kept in the study for whoever resumes it. Every finished trial is
-    on disk when this raises, KeyboardInterrupt included. Where the plan's budget ends the search
-    the study is not complete, and a note says so.
+    ``command`` is the user's command line, kept in the study for resuming it. Every finished trial
+    is on disk when this raises, KeyboardInterrupt included. If the plan's budget ends the search,
+    the study is incomplete, and a note says so.
     """
     path = study_file(request, planned.question)
     try:
@@ -175,7 +170,7 @@ def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:
 
 
 def study_file(request: Request, question: Question) -> Path | None:
-    """The file of a question's study; None for a dry run, unless the request names one."""
+    """File of a question's study; None for a dry run that names no file."""
     if request.study is not None:
         return Path(request.study)
     return None if request.dry_run else study_path(Path(request.log_dir), question)
@@ -227,7 +222,7 @@ def _search(
 def _budget(
     request: Request, planned: Plan, runner: LocalRunner | RayRunner | SimulatedRunner
 ) -> Budget | None:
-    """The budget of trials on this machine; None: no budget, or a dry run, which takes no time."""
+    """The time budget of trials on this machine; None without a limit, and for a dry run."""
     if planned.budget_s is None or isinstance(runner, SimulatedRunner):
         return None
     return Budget(
@@ -240,7 +235,7 @@ def _budget(
 
 
 def _spent_note(planned: Plan, study: Study) -> str:
-    """Name the cells that the budget left without an answer."""
+    """A note that names the cells left without an answer when the budget was spent."""
     question = planned.question
     answered = {answer.cell for answer in study.answers_within(question.timeout_s)}
     left = [cell for cell in question.cells if cell not in answered]
@@ -252,7 +247,7 @@ def _spent_note(planned: Plan, study: Study) -> str:
 
 
 def where_trials_run(request: Request) -> tuple[Machine, tuple[str, ...]]:
-    """The machine that trials run on, and notes on it: this one, or a cluster's nodes."""
+    """The machine that trials run on (this one, or a Ray cluster's nodes), and notes on it."""
     machine, notes = probe(), ()
     if request.on_ray:
         chosen = ray_runner.nodes_of(request)

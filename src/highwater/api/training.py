@@ -1,4 +1,4 @@
-"""Training from Python: from a request to a run, and what it came to.
+"""Training from Python: from a request to a run and its result.
 
 ```python
 import highwater
@@ -26,12 +26,12 @@ from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files, whole_paths
 from highwater.nouns.environment import SnapshotOrder
-from highwater.nouns.hardware import Machine
 from highwater.nouns.hyperparameters import ADAPTERS_RATE
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import gpus_hint
 from highwater.nouns.plan_notes import placement_notes
 from highwater.nouns.request import DECLARED, Request, request_from
+from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OURS
 from highwater.nouns.training import (
     Schedule,
@@ -47,13 +47,13 @@ from highwater.speed import predicted_step
 from highwater.store.directory import TrainingFolder, check_run_directory
 from highwater.trials.inputs import tokenised
 from highwater.trials.nodes import Across, across_nodes
-from highwater.trials.probe import probe, refuse_missing_reporters
+from highwater.trials.probe import probe, refuse_missing_package
 from highwater.trials.readiness import check_machine, check_request
 from highwater.trials.training_ranks import OnProgress, own_folder, run_ranks
 
 
 class PreparedTraining(Record, frozen=True, kw_only=True):
-    """A run before it starts."""
+    """A training that is checked and tokenised, before it starts."""
 
     spec: TrainingSpec
     predicted: CellPrediction
@@ -82,12 +82,11 @@ def train(
     **settings: Any,
 ) -> TrainingResult:
     """Train ``model`` on ``data`` for ``steps`` optimizer steps, documents of up to ``length``
-    tokens packed into rows; called again it goes on after the last checkpoint in ``output``.
+    tokens packed into rows; called again, it resumes from the last checkpoint in ``output``.
     ``settings`` are the other fields of ``TrainingRequest`` (``settings="recommended"``, ``rows``,
-    ``schedule``, ``save_every``) and those of ``Request`` that say how a step is made (``gpus``,
-    ``lora``, ``memory``, ``learning_rate``). Blocks until it is done; Ctrl-C leaves a checkpoint
-    first. Raises HighwaterError for what cannot be trained, before anything starts, and for what
-    ended it.
+    ``schedule``, ``save_every``) and those of ``Request`` that define a step (``gpus``, ``lora``,
+    ``memory``, ``learning_rate``). Blocks until the training ends; Ctrl-C saves a checkpoint first.
+    Raises HighwaterError for invalid settings, before anything starts, and if the training fails.
     """
     named: dict[str, Any] = {
         "data": (data,) if isinstance(data, str) else tuple(data),
@@ -117,7 +116,7 @@ def prepare_training(
     """Prepare the run of a request, and compare it with its folder; raises HighwaterError."""
     folder = TrainingFolder(asked.output)
     folder.refuse_missing(asked.resume_from)
-    refuse_missing_reporters(asked.report_to)
+    refuse_missing_package(Settings(), reporters=asked.report_to)
     request, chosen = _planned(request, asked)
     machines = across_nodes(request)
     trial = chosen.spec
@@ -145,7 +144,11 @@ def prepare_training(
     if before is not None and is_done and before.steps == spec.steps:
         spec = spec.replace(model_directory=before.model_directory)
     else:
-        _check_room(folder, trial, has_best=bool(asked.eval_data))
+        # room for two checkpoints, the best one, and the model
+        saved = trial.settings.replace(checkpoint="sharded", save_hf="last")
+        needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
+        checkpoints = max(1, 2 + bool(asked.eval_data) - len(folder.checkpoint_steps()))
+        check_run_directory(folder.path, needed, checkpoints=checkpoints)
     return PreparedTraining(
         spec=spec,
         predicted=chosen.predicted,
@@ -163,53 +166,11 @@ def prepare_training(
     )
 
 
-def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> None:
-    """Raise MachineError without disk space for two checkpoints, the best one, and the model."""
-    saved = trial.settings.replace(checkpoint="sharded", save_hf="last")
-    needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
-    checkpoints = max(1, 2 + has_best - len(folder.checkpoint_steps()))
-    check_run_directory(folder.path, needed, checkpoints=checkpoints)
-
-
 def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
-    """Complete the request and choose its trial; HighwaterError for what cannot be."""
+    """Complete the request and choose its trial; HighwaterError if it cannot be trained."""
     machine = probe().with_memory(request.host_memory_bytes or sys.maxsize)
     asked = asked.replace(rows=_rows(asked))
     request = _completed(request.replace(log_dir=asked.output))
-    _refuse_other_runs(request)
-    check_request(request, machine, steps=asked.steps)
-    if asked.reward is not None and TRAITS[request.settings.objective].advantages == "none":
-        raise UsageError(
-            f"`--reward` is for rollouts, and the objective {request.settings.objective} has none",
-            hint="leave `--reward` out, or add `--objective grpo`",
-        )
-    if request.gpus is None and request.device != "cpu" and machine.gpus:
-        request = request.replace(gpus=(len(machine.gpus) * request.nodes,))
-    _refuse_no_gpu(request, machine, asked)
-    chosen = chosen_trial(request, asked, machine)
-    trial = chosen.spec
-    check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
-    whole_paths((*asked.data, *asked.eval_data))
-    return request, chosen
-
-
-def _completed(request: Request) -> Request:
-    """The request with what a training implies: merged weights are saved, adapters learn faster."""
-    named = msgspec.structs.asdict(request)
-    implied: dict[str, Any] = {"save_hf": "last"} if named["lora_merged"] else {}
-    if named["lora"] is not None and request.learning_rate is None:
-        implied["learning_rate"] = ADAPTERS_RATE
-    return request.replace(**implied)
-
-
-def _rows(asked: TrainingRequest) -> int | None:
-    """The named rows of a step, or those of the run that is in the folder."""
-    before = TrainingFolder(asked.output).spec()
-    return asked.rows or (before.micro_batches if before else None)
-
-
-def _refuse_other_runs(request: Request) -> None:
-    """Raise UsageError for settings in a ``--config`` file that no training has."""
     others = {"runner": request.on_ray, "dry_run": request.dry_run}
     for name, is_named in {"trainer": request.trainer != OURS, **others}.items():
         if is_named:
@@ -218,29 +179,66 @@ def _refuse_other_runs(request: Request) -> None:
                 f"else does: the file of `--config` has `{name}`",
                 hint=f"leave `{name}` out of it",
             )
+    check_request(request, machine, steps=asked.steps)
+    if asked.reward is not None and TRAITS[request.settings.objective].advantages == "none":
+        raise UsageError(
+            f"`--reward` is for rollouts, and the objective {request.settings.objective} has none",
+            hint="leave `--reward` out, or add `--objective grpo`",
+        )
+    if request.gpus is None and request.device != "cpu" and machine.gpus:
+        request = request.replace(gpus=(len(machine.gpus) * request.nodes,))
+    if request.device != "cpu" and not machine.gpus and not machine.unreadable_gpus:
+        try:
+            chosen_trial(request.replace(device="cpu"), asked, machine)
+            hint = "use `--device cpu` to train on it"
+        except HighwaterError:
+            hint = gpus_hint(request, asked.length_tokens)
+        hint += "; `highwater doctor` says what is seen of GPUs"
+        if request.device == "cuda":
+            raise MachineError("the driver shows no GPU here", hint=hint)
+        raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
+    chosen = chosen_trial(request, asked, machine)
+    trial = chosen.spec
+    check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
+    whole_paths((*asked.data, *asked.eval_data))
+    return request, chosen
 
 
-def _refuse_no_gpu(request: Request, machine: Machine, asked: TrainingRequest) -> None:
-    """Raise MachineError or UsageError where there is no GPU, and the CPU is not named."""
-    if request.device == "cpu" or machine.gpus or machine.unreadable_gpus:
-        return
-    try:
-        chosen_trial(request.replace(device="cpu"), asked, machine)
-        hint = "use `--device cpu` to train on it"
-    except HighwaterError:
-        hint = gpus_hint(request, asked.length_tokens)
-    hint += "; `highwater doctor` says what is seen of GPUs"
-    if request.device == "cuda":
-        raise MachineError("the driver shows no GPU here", hint=hint)
-    raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
+def _completed(request: Request) -> Request:
+    """The request with its implied settings: merged weights are saved, adapters learn faster."""
+    named = msgspec.structs.asdict(request)
+    implied: dict[str, Any] = {"save_hf": "last"} if named["lora_merged"] else {}
+    if named["lora"] is not None and request.learning_rate is None:
+        implied["learning_rate"] = ADAPTERS_RATE
+    return request.replace(**implied)
+
+
+def _rows(asked: TrainingRequest) -> int | None:
+    """Number of rows in a step: as named, or as in the run that the output folder has."""
+    before = TrainingFolder(asked.output).spec()
+    return asked.rows or (before.micro_batches if before else None)
+
+
+_RECORD_BYTES = 1 << 20
+"""Bytes of a first record that are read to see whether it is a conversation."""
 
 
 def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
-    """The request to tokenise a training's data."""
+    """The order to tokenise a training's data, for ``tokenised``."""
     directory = Path(trial.model_directory)
     has_tokenizer = not missing_files(directory).tokenizer
-    if not has_tokenizer:
-        _refuse_conversations(data)
+    for path in filter(Path.is_file, map(Path, () if has_tokenizer else data)):
+        record: object = None
+        with path.open("rb") as file, suppress(ValueError):
+            record = json.loads(file.readline(_RECORD_BYTES))
+        if isinstance(record, dict) and ("messages" in record or "conversations" in record):
+            raise UsageError(
+                f"{path}:1 is a conversation, and the model has no tokenizer, whose chat template "
+                "would make a text of it",
+                hint="save one that has one into the model's folder, with "
+                "`tokenizer.save_pretrained`, or write texts: "
+                '`{"prompt": "Hi", "completion": "Yes"}`',
+            )
     return CorpusOrder(
         data=whole_paths(data),
         objective=trial.settings.objective,
@@ -253,26 +251,6 @@ def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) 
     )
 
 
-_RECORD_BYTES = 1 << 20
-"""Bytes of a first record that are read to see whether it is a conversation."""
-
-
-def _refuse_conversations(data: Sequence[str]) -> None:
-    """Raise UsageError for a file that begins with a conversation, which needs a tokenizer."""
-    for path in filter(Path.is_file, map(Path, data)):
-        record: object = None
-        with path.open("rb") as file, suppress(ValueError):
-            record = json.loads(file.readline(_RECORD_BYTES))
-        if isinstance(record, dict) and ("messages" in record or "conversations" in record):
-            raise UsageError(
-                f"{path}:1 is a conversation, and the model has no tokenizer, whose chat template "
-                "would make a text of it",
-                hint="save one that has one into the model's folder, with "
-                "`tokenizer.save_pretrained`, or write texts: "
-                '`{"prompt": "Hi", "completion": "Yes"}`',
-            )
-
-
 def training_spec(
     asked: TrainingRequest,
     trial: TrialSpec,
@@ -282,7 +260,7 @@ def training_spec(
     *,
     rows: int | None,
 ) -> TrainingSpec:
-    """The run; its trial has one rank's share of the micro-batches."""
+    """The specification of a run; its trial has one rank's share of the micro-batches."""
     ranks = trial.layout.data_parallel_degree
     micro_batches = rows or ranks * trial.micro_batches
     own = max(1, micro_batches // ranks)
@@ -322,7 +300,7 @@ def training_spec(
 
 
 def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction) -> float | None:
-    """Seconds of all steps, if rows are as long as the length; None: the GPU is unknown."""
+    """Predicted seconds of all steps, with rows of the full length; None: unknown GPU."""
     if predicted.step is None or trial.device != "cuda":
         return None
     name = probe().gpus[0].name
@@ -340,7 +318,7 @@ def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction)
 def run_training(
     prepared: PreparedTraining, *, on_progress: OnProgress | None = None
 ) -> TrainingResult:
-    """Run what was prepared, within ``own_folder``; what is done already is not done again."""
+    """Run a prepared training within ``own_folder``; steps of earlier runs are not repeated."""
     spec = prepared.spec
     reports: Sequence[RankReport] = ()
     last: list[TrainingProgress] = []
@@ -368,7 +346,7 @@ def result_so_far(
     reports: Sequence[RankReport] = (),
     heard: Sequence[TrainingProgress] = (),
 ) -> TrainingResult | None:
-    """The result as the last checkpoint has it; None: there is none."""
+    """The result up to the last checkpoint; None if there is no checkpoint."""
     spec = prepared.spec
     state = TrainingFolder(spec.output_directory).last_state()
     if state is None:

@@ -1,1 +1,1 @@
-"""The command line: stdout is the answer, stderr is talk."""
+"""The command line: answers go to stdout, progress, notes and errors to stderr."""

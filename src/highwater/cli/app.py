@@ -25,7 +25,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
-    """Run a command, print its error if it has one, and return the exit code."""
+    """Run a command, print any HighwaterError that it raises, and return the exit code."""
     try:
         console.open_streams()
         _refuse_what_is_not_utf_8(words)
@@ -53,7 +53,7 @@ def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
 
 
 def _refused_by_the_machine(error: Exception) -> MachineError | None:
-    """The MachineError for an error of the system that no code has put into words; None: a bug."""
+    """The MachineError for an operating system error that no code handled; None: a bug of ours."""
     if isinstance(error, MemoryError):
         return MachineError(
             "this machine has no memory left",
@@ -73,7 +73,7 @@ def _refused_by_the_machine(error: Exception) -> MachineError | None:
 
 
 def _refuse_what_is_not_utf_8(words: Sequence[str]) -> None:
-    """Raise UsageError for a word that is not UTF-8, or that has a zero byte, as no name has."""
+    """Raise UsageError for a word that is not UTF-8, or has a zero byte."""
     for word in words:
         if "\0" in word:
             raise UsageError(f"{word} has a zero byte", hint="leave it out: no name has one")

@@ -1,4 +1,4 @@
-"""``highwater bench attention``: measure each attention's longest sequence here, and report."""
+"""``highwater bench attention``: measure each attention's longest sequence on this machine."""
 
 import argparse
 import os
@@ -204,8 +204,8 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
 def _patterns(
     typed: dict[str, str], names: Sequence[str], device: Device
 ) -> dict[str, SparsePatternConfig]:
-    """The pattern of each named implementation that takes one, with the typed fields. Raises
-    UsageError for what training refuses too, and if no named implementation takes a pattern.
+    """The pattern of each named implementation that takes patterns, with the typed fields. Raises
+    UsageError for patterns that training refuses, and if no named implementation takes patterns.
     """
     if not typed:
         return {}
@@ -229,7 +229,7 @@ def _patterns(
 
 
 def _branches(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The typed segments and rates, as fields of ``BenchOrder``. Raises UsageError for others."""
+    """The typed segments and rates, as fields of ``BenchOrder``. Raises UsageError if invalid."""
     typed = [name for name in ("segment_lengths", "dilation_rates") if getattr(arguments, name)]
     if not typed:
         return {}
@@ -241,7 +241,7 @@ def _branches(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, 
 
 
 def _taking(flags: str, typed: Collection[str], names: Sequence[str]) -> dict[str, Implementation]:
-    """The named implementations whose field ``flags`` is true. Raises UsageError without one."""
+    """Named implementations whose field ``flags`` is true. Raises UsageError if there are none."""
     every = {name: each for name, each in IMPLEMENTATIONS.items() if getattr(each, flags)}
     found = {name: each for name, each in every.items() if name in names}
     if not found:
@@ -300,7 +300,7 @@ def bench_dtype(named: BenchDtype | None, device: Device, machine: Machine) -> B
 
 
 def _folder(named: str | None) -> Path:
-    """The folder for the report, made if needed. UsageError: it has one, or cannot be written."""
+    """Make the report's folder; UsageError if it has a report, or cannot be written."""
     parent = Path("logs", _REPORT)
     folder = parent / f"{datetime.now():%Y%m%d-%H%M%S}" if named is None else Path(named)
     hint = f"name another: `--out {parent / 'another'}`"

@@ -1,5 +1,5 @@
-"""``highwater models``, ``gpus`` and ``completion``: names of the catalogs, the source of each, and
-the script by which a shell completes them after ``highwater``.
+"""``highwater models``, ``gpus`` and ``completion``: names of the catalogs with their sources, and
+the script by which a shell completes ``highwater`` commands.
 
 shtab writes the script from the grammar: commands, flags, and values that are one of a list. The
 names of models and of kinds of GPUs (also after ``4x``) are added here. A completion starts no
@@ -29,7 +29,7 @@ _BILLION = 1e9
 
 
 def models(arguments: argparse.Namespace) -> int:
-    """Print the models of the catalog, all or those whose names have the words that were typed."""
+    """Print the catalog's models: all, or those whose names contain the typed words."""
     rows = [each for each in model_catalog() if _has(arguments.words, each.name, *each.hub_ids)]
     _refuse_none(rows, arguments.words, what="model", command="models")
     listed = [(row, load_model(row.name).shape) for row in rows]
@@ -48,7 +48,7 @@ def models(arguments: argparse.Namespace) -> int:
 
 
 def gpus(arguments: argparse.Namespace) -> int:
-    """Print the kinds of GPUs with the typed words in their names; as JSON with their machines."""
+    """Print the kinds of GPUs whose names contain the typed words; as JSON with their machines."""
     kinds = [each for each in gpu_catalog() if _has(arguments.words, each.name, each.match)]
     _refuse_none(kinds, arguments.words, what="kind of GPU", command="gpus")
     if arguments.json:
@@ -63,7 +63,7 @@ def gpus(arguments: argparse.Namespace) -> int:
 
 
 def _has(words: Sequence[str], *names: str) -> bool:
-    """True if each word is part of one of the names, in any case."""
+    """True if each word is contained in one of the names, in any case."""
     return all(any(word.lower() in name.lower() for name in names) for word in words)
 
 
@@ -148,7 +148,7 @@ _SOURCED = {
 
 
 def completion(arguments: argparse.Namespace) -> int:
-    """Print the script of a shell; the next command tries it at once."""
+    """Print the completion script of a shell; a note shows how to try it."""
     console.answer_exactly(script(arguments.shell).rstrip("\n"))
     console.next_command(
         f"{_SOURCED[arguments.shell]}  (completes here; `--help` says where to keep it)"
@@ -177,7 +177,7 @@ def script(shell: str) -> str:
 
 
 def _say_what_completes(parser: Parser) -> None:
-    """Tell shtab what each value is: by ``complete``, an attribute that it reads, or by choices."""
+    """Set what shtab completes for each value, in an attribute ``complete`` that it reads."""
     for action in parser.arguments:
         if isinstance(action.metavar, str):  # zsh takes a colon for the end of it
             action.metavar = action.metavar.replace(":", " ")
@@ -189,7 +189,7 @@ def _say_what_completes(parser: Parser) -> None:
 
 
 def _value(action: argparse.Action) -> object:
-    """The completion of a value, in shtab's words; None where it has none."""
+    """The completion of a value, in shtab's terms; None if it has none."""
     if action.metavar == "MODEL" or action.dest == "cluster":
         name = _MODELS if action.metavar == "MODEL" else _GPUS
         called: dict[str, Callable[[str], str]] = {"fish": "({})".format}

@@ -89,7 +89,7 @@ def find(arguments: argparse.Namespace) -> int:
 
 
 def try_(arguments: argparse.Namespace) -> int:
-    """``highwater try``: one trial."""
+    """``highwater try``: run one trial, and print its outcome."""
     request = request_of(arguments)
     spec = search.prepare_trial(request, arguments.length)
     if request.device is None and spec.device == "cpu":
@@ -159,7 +159,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def say_line(question: Question, cell: Cell, answer: CellAnswer | None) -> None:
-    """Print notes on a cell, and the published final line of its answer, if it has one."""
+    """Print notes on a cell, and the published final line of its answer, if there is one."""
     line = published_line(question, cell, answer)
     console.notes(published_notes(question, cell, answer))
     if line is not None:
@@ -174,8 +174,8 @@ def schema(_: argparse.Namespace) -> int:
 
 
 def exit_code(study: Study, *, has_budget: bool = False) -> int:
-    """Exit code of a study: 0 if every cell has an answer and one fits, 1 if nothing fits, 4 if one
-    has none. ``has_budget``, which may end before all answers: 0 as soon as any trial fits.
+    """Exit code of a study: 0 if every cell has an answer and a length fits, 1 if no length fits, 4
+    if a cell has no answer. ``has_budget``, which may end before all answers: 0 if any trial fits.
     """
     answers, results = study.answers, (trial.result for trial in study.trials)
     if has_budget and any(each and study.question.counts_as_fit(each) for each in results):
@@ -187,7 +187,7 @@ def exit_code(study: Study, *, has_budget: bool = False) -> int:
 
 
 def say_interrupted(path: Path | None) -> None:
-    """Say after Ctrl-C what the study keeps, and how to go on."""
+    """After Ctrl-C, print the trials that the study keeps, and the command to resume it."""
     study = None
     with suppress(StudyError):
         study = None if path is None else read_study(path)
@@ -221,7 +221,7 @@ def _say_found(
 
 
 def _diagnose(request: Request, study: Study) -> None:
-    """Repeat the first trial that ran out of memory, recorded, and say what was alive then."""
+    """Repeat the first trial that ran out of memory, with a snapshot; print its live tensors."""
     trial = undiagnosed(request, study)
     if trial is None:
         return
@@ -236,7 +236,7 @@ def _diagnose(request: Request, study: Study) -> None:
 
 
 def _note_resumed(request: Request, question: Question) -> bool:
-    """Note what a study has already; True if that is anything. Its faults are told later."""
+    """Print a note if a study has trials already; True if so. Its errors are reported later."""
     path = search.study_file(request, question)
     # os.path.exists raises nothing for a name too long, or a folder without rights
     if path is None or not os.path.exists(path):  # noqa: PTH110
@@ -269,14 +269,14 @@ def _after_show(study: Study, shown_as: str) -> str:
 
 
 def with_memory(words: Sequence[str], request: Request, budget_bytes: int | None) -> list[str]:
-    """Add ``--memory`` where nobody named it: typed again the words ask the same."""
+    """Add ``--memory`` if the user did not type it, so that the words repeat the same question."""
     if request.memory is not None or budget_bytes is None:
         return list(words)
     return [*words, "--memory", f"{budget_bytes // MIB}MiB"]
 
 
 def _after_try(command: Sequence[str]) -> str:
-    """The search with the flags of a trial; after a memory-only trial with ``--proof memory``."""
+    """A ``find`` command with the flags of a trial; after a memory-only trial with its proof."""
     words = iter(command)
     kept: list[str] = []
     for word in words:
@@ -291,7 +291,7 @@ def _after_try(command: Sequence[str]) -> str:
 
 
 def newest_study(log_directory: Path) -> Study:
-    """The newest study that can be read; others are noted. Raises StudyError if there is none."""
+    """The newest study that can be read, with notes on the others; StudyError if there is none."""
     paths = newest_studies(log_directory)
     for path in paths:
         try:

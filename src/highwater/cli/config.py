@@ -2,8 +2,8 @@
 the script of a job of Slurm.
 
 The job's command runs on the first machine, and starts the ranks of all of them by ``srun``. Slurm
-tells it to end before its time is up; a job that is submitted again goes on where the study
-stopped. Source: sbatch(1), srun(1) of Slurm.
+signals the job before its time is up; a job that is submitted again resumes the study. Source:
+sbatch(1), srun(1) of Slurm.
 """
 
 import math
@@ -30,7 +30,7 @@ SCHEMA_ID = "urn:highwater:schema:study"
 
 
 def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
-    """The settings in a file, if any, with the typed model; UsageError for what cannot be read."""
+    """Settings of a file, if any, and the typed model; UsageError if it cannot be read."""
     if config is None:
         return {}
     from_file = _read_yaml(Path(config))
@@ -41,7 +41,7 @@ def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
 
 
 def to_yaml(request: Request) -> str:
-    """The configuration that asks the same, with every setting that its trainer takes."""
+    """YAML configuration of a request, with every setting that its trainer takes."""
     settings = {name: value for name, value in to_builtins(request).items() if value is not None}
     foreign = foreign_name(request.trainer)
     if foreign is not None:
@@ -81,9 +81,9 @@ def config_schema() -> dict[str, Any]:
 
 
 class _Settings(yaml.SafeLoader):
-    """YAML as settings need it: names, numbers, texts and lists of them. Anchors and aliases make a
-    few lines stand for more than a machine holds, nesting exhausts the stack, a tag asks for a
-    type: no setting needs one of them. A date stays the text that it was written as.
+    """YAML restricted to settings: names, numbers, texts and lists of them. Anchors, aliases, tags
+    and deep nesting are refused: a few lines of them could exhaust memory or the stack. A date
+    stays the text that was written.
     """
 
     yaml_implicit_resolvers: ClassVar = {
@@ -96,7 +96,7 @@ class _Settings(yaml.SafeLoader):
         self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse anchors, tags and deep nesting before anything is built from them."""
+        """Refuse anchors, tags and deep nesting before any object is built from them."""
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise ComposerError(None, None, "anchors and aliases are not read", event.start_mark)
@@ -144,7 +144,7 @@ _NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def sbatch_script(request: Request, words: Sequence[str]) -> str:
-    """The script of a Slurm job that runs ``words``, a ``highwater find``.
+    """Script of a Slurm job that runs ``words``, a ``highwater find`` command.
 
     Raises UsageError if no number of GPUs is named, and for a word with a line end.
     """
@@ -182,7 +182,7 @@ def _gpus_of_a_node(request: Request) -> int:
 
 
 def _in_the_job(request: Request, words: Sequence[str]) -> list[str]:
-    """The words without ``--print-sbatch``, and with what starts ranks on several machines."""
+    """The words without ``--print-sbatch``, with flags that start ranks on several machines."""
     kept = [word for word in words if word != "--print-sbatch"]
     if request.nodes > 1 and request.launcher is None:
         one_each = f"--nodes {request.nodes} --ntasks-per-node 1"

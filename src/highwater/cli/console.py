@@ -35,8 +35,8 @@ _DIGITS_OF_A_WIDTH = 6
 
 
 def open_streams() -> None:
-    """Make stdout and stderr fit for any text; UsageError when stdout is closed. Closed descriptors
-    are opened to nowhere: else the next file to be opened, a study, would get their numbers.
+    """Make stdout and stderr accept any text; UsageError if stdout is closed. Closed descriptors
+    are opened to /dev/null: else the next file to be opened, a study, would get their numbers.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(descriptor, True)
@@ -55,20 +55,20 @@ def open_streams() -> None:
 
 
 def finish_answer() -> None:
-    """Flush the answer; raises what ``answer`` raises."""
+    """Flush the answer; raises the errors of ``answer``."""
     with _answering():
         sys.stdout.flush()
 
 
 def write_no_more(stream: TextIO) -> None:
-    """Let a stream lead nowhere from now on, with what its buffer still holds."""
+    """Redirect a stream to /dev/null, including text that is still in its buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def answer(text: str) -> None:
-    """Print text that is the answer, or a part, folded; raises what ``answer_exactly`` does."""
+    """Print text of the answer, folded; raises the errors of ``answer_exactly``."""
     text = plain_lines(text)
     answer_exactly(terminal_text(text, width=width(sys.stdout)) if sys.stdout.isatty() else text)
 
@@ -100,9 +100,7 @@ def answer_page(sentence: str, *tables: TextTable, noted: Sequence[str] = ()) ->
 
 
 def answer_json(document: object, code: int = EXIT_ANSWERED, *, noted: Sequence[str] = ()) -> int:
-    """Print the one document that is the answer, as JSON in stdout's encoding, after its notes on
-    stderr; the exit code.
-    """
+    """Print the document that is the answer, as JSON, after notes on stderr; the exit code."""
     notes(noted)
     text = plain_json(to_json(document, indent=2))
     try:
@@ -116,13 +114,13 @@ def answer_json(document: object, code: int = EXIT_ANSWERED, *, noted: Sequence[
 
 
 def talk(text: str = "") -> None:
-    """Print to stderr what is not the answer; a terminal folds it, but no command in backticks."""
+    """Print talk to stderr, folded for a terminal except within backticks."""
     text = plain(text)
     _say("\n".join(folded(text, width(sys.stderr))) if sys.stderr.isatty() else text)
 
 
 def seldom() -> Callable[[str], None]:
-    """Return a function that says progress: the first text at once, new ones every 5 s at most."""
+    """Return a function that prints progress: the first text at once, then one in 5 s at most."""
     said_s: dict[str, float] = {}  # when each text was said
 
     def say(text: str) -> None:
@@ -134,7 +132,7 @@ def seldom() -> Callable[[str], None]:
 
 
 def notes(lines: Sequence[str]) -> None:
-    """Print what the user should know, one note a line."""
+    """Print notes for the user to stderr, one on each line."""
     for line in lines:
         talk(f"note: {line}")
 
@@ -165,7 +163,7 @@ def bug(problem: Exception) -> None:
 
 
 def _say(text: str) -> None:
-    """Write a line to stderr, or nowhere once it is closed: a search goes on without."""
+    """Write a line to stderr; if stderr is closed, drop it and continue."""
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
@@ -174,7 +172,7 @@ def _say(text: str) -> None:
 
 
 def width(stream: TextIO) -> int:
-    """Columns of the terminal that a stream leads to; the user's COLUMNS goes first."""
+    """Terminal columns of a stream; the variable COLUMNS has precedence."""
     named = os.environ.get("COLUMNS", "")
     if named.isdecimal() and len(named) < _DIGITS_OF_A_WIDTH and int(named):
         return int(named)
@@ -200,7 +198,7 @@ def _answering() -> Generator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised when SIGTERM has come, or another signal that ``heeding`` was told."""
+    """Raised at SIGTERM, or at another signal that was passed to ``heeding``."""
 
 
 @contextmanager

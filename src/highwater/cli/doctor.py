@@ -1,4 +1,4 @@
-"""``highwater doctor``: what works on this machine, what to install, what the machine is."""
+"""``highwater doctor``: features that work on this machine, packages to install, its hardware."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ _TRIALS = "trials (`find`, `try`)"
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """A problem of this machine, and what to do about it."""
+    """A problem of this machine, and a hint how to solve it."""
 
     problem: str
     hint: str
@@ -60,17 +60,17 @@ class Diagnosis(Record, frozen=True, kw_only=True):
 
     @property
     def can_run(self) -> bool:
-        """True if a trial can run here."""
+        """True if trials can run on this machine."""
         return not any(finding.stops_every_trial for finding in self.findings)
 
     @property
     def is_sound(self) -> bool:
-        """True if a trial can run, or one only predicts: torch and transformers are missing."""
+        """True if a trial can run, or if only predictions are possible: torch is not installed."""
         return self.can_run or not {"torch", "transformers"} & self.machine.versions.keys()
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print what works, and the diagnosis; exit code 3 where it is not ``is_sound``."""
+    """Print working features and the diagnosis; exit code 3 unless the machine ``is_sound``."""
     machine = probe()
     obstacle = None
     if machine.gpus and not package_obstacles(machine):
@@ -102,7 +102,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _refusal(refuse: Callable[..., object], *of: object) -> HighwaterError | None:
-    """The error that ``refuse(*of)`` raises; None if it raises none."""
+    """The HighwaterError that ``refuse(*of)`` raises; None if it raises none."""
     try:
         refuse(*of)
     except HighwaterError as error:
@@ -111,12 +111,12 @@ def _refusal(refuse: Callable[..., object], *of: object) -> HighwaterError | Non
 
 
 def _unfit(gpu: Gpu) -> HighwaterError | None:
-    """The reason why no trial can use a GPU; None if one can."""
+    """The error that keeps trials off a GPU; None if trials can use it."""
     return _refusal(refuse_unfit_gpu, gpu.name, gpu.compute_capability)
 
 
 def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) -> Diagnosis:
-    """Find what hinders trials on a machine; pure. ``torch_obstacle``: why torch has no GPU."""
+    """Find obstacles to trials on a machine; pure. ``torch_obstacle``: why torch finds no GPU."""
     packages = package_obstacles(machine)
     findings = [
         Finding(problem=each, hint=INSTALL_HINT, stops_every_trial=True) for each in packages
@@ -149,7 +149,7 @@ def _finding(error: HighwaterError) -> Finding:
 
 
 def _in_a_sentence(diagnosis: Diagnosis, torch_obstacle: HighwaterError | None) -> str:
-    """Name what works here, and why the rest does not."""
+    """Sentence on what works on this machine, and why the rest does not."""
     if not diagnosis.can_run:
         whys = (each.problem for each in diagnosis.findings if each.stops_every_trial)
         return f"{_QUESTIONS}, for any GPUs; {_TRIALS} do not: {', '.join(whys)}."
@@ -163,7 +163,7 @@ def _in_a_sentence(diagnosis: Diagnosis, torch_obstacle: HighwaterError | None) 
 
 
 def _feature_table(rows: Sequence[Feature]) -> TextTable:
-    """The things that work, and then what to install for the rest."""
+    """Table of features: those that work, then the others with what to install."""
     return table_of(
         "what works here, and what to install for the rest (in the checkout of highwater)",
         sorted(rows, key=lambda each: not each.works),
@@ -213,7 +213,7 @@ def _measured(machine: Machine) -> tuple[Constants, ...]:
 
 
 def _constants_table(constants: tuple[Constants, ...]) -> TextTable:
-    """A row for each library, in order of first use; in brackets what the allocator keeps of it."""
+    """Table with a row for each library, in order of use; in brackets: kept in the allocator."""
     names = list(dict.fromkeys(reading.name for each in constants for reading in each.readings))
     columns = [{reading.name: reading for reading in each.readings} for each in constants]
     rows = [(plain(name), *(_taken(column.get(name)) for column in columns)) for name in names]

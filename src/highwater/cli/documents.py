@@ -63,7 +63,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _after_report(made: StudyReport, output: Path | None) -> str:
-    """The next command: finish the search, or write the report as a page, or show the study."""
+    """The next command: to finish the search, write the report as a page, or show the study."""
     study = made.study
     if not study.complete and study.command:
         return f"{shlex.join(resumed(study))}  (answers the rest)"
@@ -79,7 +79,7 @@ _MOST_RANKS = 8
 
 
 def profile(arguments: argparse.Namespace) -> int:
-    """Print what was alive in a snapshot, or in two side by side; write the page that is named."""
+    """Print the live bytes of a snapshot, or of two side by side; write the requested page."""
     paths: list[str] = arguments.paths
     if len(paths) > _MOST_PATHS:
         raise UsageError(
@@ -109,7 +109,7 @@ def profile(arguments: argparse.Namespace) -> int:
 
 
 def _fullest(folder: Path) -> MemoryProfile:
-    """The profile of the rank that needed most in one step, with a note that names the others."""
+    """Profile of the rank with the highest peak, with a note that names the other ranks."""
     paths = ranks_snapshots(folder)
     if not paths:
         raise SnapshotError(f"{folder} has no memory snapshot", hint=HOW_TO_MAKE_ONE)
@@ -150,7 +150,7 @@ _GUIDED = ("gpu_memory", "sequences_per_micro_batch", "ulysses", "ring", "copies
 
 
 def guide(arguments: argparse.Namespace) -> int:
-    """Print the guide, or write it and print how far each model gets."""
+    """Print the guide, or write it to a file and print the longest length of each model."""
     for flag in (arguments.predict, arguments.cluster):
         # `--gpus KIND FILE`: argparse gives both to the flag
         arguments.sources += [word for word in flag if word.endswith(_FILES)]

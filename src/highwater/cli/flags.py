@@ -1,4 +1,4 @@
-"""Flags that commands have besides a request's settings; requests made of what was typed."""
+"""Flags of commands besides a request's settings; requests made from typed arguments."""
 
 import argparse
 import re
@@ -384,8 +384,8 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """The request in the file of ``--config``, if any, which flags override. Raises UsageError for
-    a file that cannot be read, and for settings that cannot be.
+    """The request from ``--config``, if any, overridden by flags. Raises UsageError for a file that
+    cannot be read, and for invalid settings.
     """
     typed, from_file = typed_values(arguments), dict[str, Any]()
     if arguments.config is not None:
@@ -396,7 +396,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def layered(*layers: Mapping[str, Any]) -> Request:
-    """The request of several layers of settings, each of which overrides those before it."""
+    """Make a request from layers of settings; each layer overrides those before it."""
     values: dict[str, Any] = {}
     for named in layers:
         overridden = PACKINGS if any(name in named for name in PACKINGS) else ()
@@ -408,8 +408,8 @@ def named_model(
     arguments: argparse.Namespace, others: list[str], *, example: str
 ) -> tuple[str, dict[str, Any]]:
     """The model and the other typed settings, which are also written into ``arguments``.
-    ``others``: the values of a list flag before the model, which argparse makes the last of them.
-    Raises UsageError without a model.
+    ``others``: values of a list flag before the model: argparse takes the model for their last.
+    Raises UsageError if no model was typed.
     """
     if arguments.model is None and len(others) > 1:
         arguments.model = others.pop()
@@ -441,7 +441,7 @@ def typed_place(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]:
     """An answer's notes, without those on skipped layouts unless ``--ulysses``, ``--all`` or
-    ``--explain`` was typed; with ``--ring`` or ``--copies`` only Ulysses above 1 is left out.
+    ``--explain`` was typed; with ``--ring`` or ``--copies`` without those on Ulysses above 1.
     """
     typed = vars(arguments)
     is_whole = any(typed.get(name) for name in ("ulysses", "all_", "explain"))
@@ -450,7 +450,7 @@ def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]
 
 
 def trial_limits(arguments: argparse.Namespace) -> list[str]:
-    """Flags that limit a trial to the memory of GPUs and host that was asked about."""
+    """Flags that limit a trial to the GPU memory and host memory of the prediction."""
     limits = {
         "memory": arguments.gpu_memory,
         "host_memory": typed_values(arguments).get("host_memory"),
@@ -459,7 +459,7 @@ def trial_limits(arguments: argparse.Namespace) -> list[str]:
 
 
 def words_without(words: Sequence[str], *flags: str) -> list[str]:
-    """The typed words without one flag, by any of its spellings ``flags``, and its value."""
+    """The typed words without one flag, in any of its spellings ``flags``, and its value."""
     kept = list(words)
     joined = tuple(f"{flag}=" if flag.startswith("--") else flag for flag in flags)
     for at, word in enumerate(kept):
@@ -484,7 +484,7 @@ _AGAIN = {
 def words_again(
     arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str
 ) -> list[str]:
-    """The flags of a prediction or recommendation once more, without ``drop``, with ``changed``."""
+    """The typed flags of a prediction or recommendation, without ``drop``, with ``changed``."""
     named = {name: getattr(arguments, field, None) for name, field in _AGAIN.items()}
     typed = {name: value for name, value in named.items() if value not in (0, "0", OURS, [])}
     typed |= {name: v for name, v in typed_values(arguments).items() if name != "model"}
@@ -503,7 +503,7 @@ _UNNAMED = {
 
 
 def training_request_of(arguments: argparse.Namespace) -> TrainingRequest:
-    """The training request that was typed; raises UsageError for what has to be named."""
+    """The training request as typed; raises UsageError if a required flag is missing."""
     typed = {
         row.name: tuple(value) if isinstance(value, list) else value
         for row in TrainingRequest.declared

@@ -1,8 +1,8 @@
-"""The grammar of ``highwater``: its commands, what each is for, and which settings it takes. Flags
-are made from the declarations at the fields of ``Request``, ``TrainingRequest`` and
+"""The grammar of ``highwater``: its commands with their purpose and the settings that each takes.
+Flags are made from the declarations at the fields of ``Request``, ``TrainingRequest`` and
 ``CommandFlags`` (flags.py). Its errors are UsageErrors, and each help ends with examples.
 
-Each example is run by tests/cli/test_help.py, on files that it makes: ``study.jsonl``,
+tests/cli/test_help.py runs each example, on files that it makes: ``study.jsonl``,
 ``snapshot.pickle``, ``capacities.csv``.
 """
 
@@ -62,9 +62,9 @@ class Parser(argparse.ArgumentParser):
         first: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """``examples``: commands for the end of the help, the first one for hints. ``groups``:
-        headings of the help, each with the names of its commands. ``first``: flags of the short
-        help, where ``--help-all`` lists the others; empty: one help lists all.
+        """``examples``: commands for the end of the help; the first is also used in hints.
+        ``groups``: headings of the help, each with the names of its commands. ``first``: flags of
+        the short help, if ``--help-all`` lists the others; empty: there is one help.
         """
         super().__init__(allow_abbrev=False, add_help=False, **options)
         self.examples = tuple(examples)
@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help-all", nargs=0, help=argparse.SUPPRESS, **kept)
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a UsageError, in words where a flag's value is missing."""
+        """Raise argparse's message as a UsageError, reworded if a flag's value is missing."""
         listed = f"`{self.prog} {self.whole}` lists every flag"
         hint = f"for example `{self.example}`; {listed}"
         wrong = _WRONG_VALUE.fullmatch(message)
@@ -114,7 +114,7 @@ class Parser(argparse.ArgumentParser):
         return list(self._actions)
 
     def flags(self) -> list[str]:
-        """Every flag, as its help lists them."""
+        """Every flag that the help lists, sorted."""
         return sorted(
             name
             for action in self._actions
@@ -124,7 +124,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def format_help(self) -> str:
-        """The help: commands below their headings, flags, and examples, which are never folded."""
+        """The help's text: commands by heading, flags, and examples, which are not folded."""
         if self._groups is not None:
             return self._with_examples(self._grouped_help(self._groups))
         return self._with_examples(self._short_help() if self._first else super().format_help())
@@ -144,7 +144,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _short_help(self) -> str:
-        """The help of the flags in ``first``, and how to see the others."""
+        """The help's text for the flags in ``first``, and how to list all flags."""
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} [MODEL] [FLAGS]", [], [])
         formatter.add_text(self.description)
@@ -183,7 +183,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def commands(self) -> Mapping[str, "Parser"]:
-        """The parser of each command, by its name; empty for a command's own parser."""
+        """Parser of each command, by name; empty for the parser of a command."""
         for action in self._actions:
             if isinstance(action.choices, Mapping):  # as those of subparsers are
                 return action.choices
@@ -191,7 +191,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Print the help, all of it or a section, and end the program."""
+    """Argparse action that prints the help, all of it or a section, and exits."""
 
     def __call__(
         self,
@@ -208,16 +208,16 @@ class _Help(argparse.Action):
 
 
 class _Line(argparse.Action):
-    """A line of a help that is no argument."""
+    """A line of the help that is not an argument."""
 
     def __call__(self, *_: object, **__: object) -> None:
-        """Nothing is parsed."""
+        """Do nothing: such a line is never parsed."""
 
 
 def parse_strictly(
     parser: Parser, words: Sequence[str], *, whole: Parser | None = None
 ) -> argparse.Namespace:
-    """Parse the words of ``parser``, a command of ``whole``; UsageError for an unknown one."""
+    """Parse the words of ``parser``, a command of ``whole``; UsageError for an unknown word."""
     for word in words:
         name = word.removesuffix("=--")  # argparse takes `--flag=--` for an empty list
         if name != word and name.startswith("-"):
@@ -251,14 +251,14 @@ def _unknown(word: str, parser: Parser, words: Sequence[str]) -> UsageError:
 
 def foreign_words() -> dict[str, str]:
     """Names of settings in TRL, Hugging Face's Trainer, verl, Axolotl and Unsloth, each with our
-    flag, where ``{}`` stands for the typed value; or with a sentence that says what does it here.
-    Of several flags, with ``|`` between them, the first that the command has is meant.
+    flag, in which ``{}`` is replaced by the typed value; or with a sentence on how it is done here.
+    Of several flags, separated by ``|``, the first that the command has is used.
     """
     return packaged("cli/foreign_words.json", dict[str, str])
 
 
 def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | None:
-    """A hint for an unknown flag: what is typed here for it, or which command has it; or None."""
+    """Hint for an unknown flag: our flag for it, or the command that has it; None if unknown."""
     name, _, value = word.lstrip("-").partition("=")
     following = [*words[words.index(word) + 1 :], "-"][0] if word in words else "-"
     value = value or ("" if following.startswith("-") else following)
@@ -317,7 +317,7 @@ _TOPICS: Mapping[str, Mapping[str, tuple[Topic, ...]]] = {
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse what was typed after ``highwater``; UsageError names the nearest word that works."""
+    """Parse a command line after ``highwater``; UsageError with the nearest valid word."""
     parser = grammar()
     commands = parser.commands
     if words and not words[0].startswith("-") and words[0] not in commands:
@@ -349,7 +349,7 @@ def _spelled(words: Sequence[str]) -> list[str]:
 
 
 def _with_command(words: Sequence[str]) -> str:
-    """The hint for words that begin with no command: the same words, with the command meant."""
+    """Hint for words that begin with no command: the same words after the probable command."""
     is_model = catalog_model(words[0]) is not None or is_hub_id(words[0])
     near = None if is_model else nearest(words[0], tuple(COMMANDS))
     if near is None and not is_model and not any(word.startswith("-") for word in words[1:2]):
@@ -365,7 +365,7 @@ def commands() -> Mapping[str, Parser]:
 
 
 def groups() -> dict[str, list[str]]:
-    """The names of the commands, by what people do with them."""
+    """Names of the commands by the group under which the help lists them."""
     names: dict[str, list[str]] = {}
     for name, command in COMMANDS.items():
         names.setdefault(command.group, []).append(name)
@@ -408,7 +408,7 @@ _BORROWED: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 
 def _own_flags(command: str) -> Iterator[Setting]:
-    """A command's arguments outside its topics: the model, its own flags, borrowed settings."""
+    """Yield a command's settings outside its topics: the model, its own flags, borrowed ones."""
     yield from (DECLARED["model"],) if command in DECLARED["model"].commands else ()
     yield from (row for row in CommandFlags.declared if command in row.commands)
     names, what_for = _BORROWED.get(command, ((), ""))
@@ -433,7 +433,7 @@ def _add_flags(
     command: str,
     rows: Iterable[Setting],
 ) -> None:
-    """Add the flags of these settings to a command's parser, or to a group of its help."""
+    """Add flags for these settings to a command's parser, or to a group of its help."""
     for row in rows:
         is_of_a_request = row is DECLARED.get(row.name) and not row.nargs
         options = _read_by_a_request(row) if is_of_a_request else _read_here(row)
@@ -457,8 +457,8 @@ def _read_by_a_request(row: Setting) -> dict[str, Any]:
 
 
 def _read_here(row: Setting) -> dict[str, Any]:
-    """Options of an argument that no request reads, by its field's type. A training's have no
-    default: ``training_request_of`` says what is missing.
+    """Options of an argument that is not part of a request, by its field's type. Those of a
+    training have no default: ``training_request_of`` reports missing ones.
     """
     if row.kind is SWITCH:
         return {"dest": row.sets}

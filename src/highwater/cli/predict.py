@@ -1,5 +1,5 @@
-"""``highwater predict``: the longest context of every rung on GPUs that need not be here, or the
-accuracy of predictions; and ``data``: lengths of a user's documents.
+"""``highwater predict``: the longest context of every rung on GPUs that need not be in this
+machine, or the accuracy of predictions; and ``highwater data``: lengths of a user's documents.
 """
 
 import argparse
@@ -59,8 +59,8 @@ _NOT_RECOMMENDED = tuple(row.flag for row in taken_by("predict", but_not="recomm
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Print a prediction; or with ``--against`` a score, with ``--data`` (``read_data``) what the
-    data needs, of several ``--gpus`` (``cluster``) the cheapest. ``--trainer``: ``predicted_for``.
+    """Print a prediction; or with ``--against`` its score, with ``--data`` (``read_data``) lengths
+    of data, of several ``--gpus`` (``cluster``) the cheapest. ``--trainer``: ``predicted_for``.
     """
     if arguments.against is not None:
         return _score_table(arguments)
@@ -95,7 +95,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def data(arguments: argparse.Namespace) -> int:
-    """Print how long the documents are, and what each length keeps of them."""
+    """Print the lengths of documents, and what part of them each context length keeps."""
     from highwater.api.data_lengths import data_lengths
 
     paths, model = arguments.documents, arguments.counted_by
@@ -138,8 +138,8 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
 
 
 def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
-    """If nothing fits: the prediction without a length, other ways, a user's file with changes. If
-    a length may fit on one GPU: other ways alone, which say how many GPUs are safe.
+    """If nothing fits: the prediction without a length, alternatives, and a user's file with
+    changes. If a length may fit on one GPU: only alternatives, which say how many GPUs are safe.
     """
     answer, asked = prediction.answer, prediction.length_tokens
     is_told = answer is not None and (answer.capacity_tokens or not asked or prediction.gpus > 1)
@@ -164,7 +164,7 @@ def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[s
 
 
 def _rentable_kinds(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Kinds of GPUs with a list price, where a length is named but no GPU, and none is here."""
+    """Kinds of GPUs with a list price, for a command with a length but no GPUs, and none here."""
     if arguments.length is None or {arguments.cluster, arguments.gpu_memory} != {None}:
         return ()
     every = () if probe().gpus else gpu_catalog()  # no usual host: its memory would be unlimited
@@ -172,7 +172,7 @@ def _rentable_kinds(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _compare_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
-    """Print which of several kinds of GPUs train a length for the least money."""
+    """Print which of several kinds of GPUs trains a length for the least money."""
     if arguments.length is None:
         problem = f"GPUs of {len(kinds)} kinds are compared at one length"
         raise UsageError(problem, hint="add `--length 32k`, or name one kind")
@@ -294,7 +294,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
 
 def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:
     """True if a trial of a cell can run on such GPUs: on one machine, and with a foreign trainer
-    only if that can be told all its settings and the user types no command.
+    only if it can be told all settings and needs no command of the user's.
     """
     is_written = True
     if foreign is not None:

@@ -116,7 +116,7 @@ class Progress:
         self._has_named_log = False
 
     def hear(self, event: SearchEvent) -> None:
-        """Take in one event."""
+        """Update the progress with one event of the search."""
         match event:
             case TrialStarted():
                 self._start(event)
@@ -157,11 +157,11 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left, the running trials included; None while unknown.
+        """Estimated seconds left, the running trials included; None if unknown.
 
-        By prediction where the GPU's rates are known. Else the mean of the last trials that fit,
-        each scaled up to the present length, as time is at least linear in it; None for a length
-        much longer than theirs. Trials that run side by side now are taken to do so to the end.
+        By prediction if the GPU's rates are known; else the mean of the last trials that fit, each
+        scaled to the current length, as time is at least linear in it; None for a much longer
+        length. The number of concurrent trials is assumed to stay the same.
         """
         at_once = max(1, len(self._running))
         if self._cells_s and None not in self._cells_s.values():
@@ -186,7 +186,7 @@ class Progress:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2`` of each trial that ran for 2 s."""
+        """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2``, for each trial running for 2 s."""
         device, is_one = self._question.device, len(self._running) == 1
         return tuple(
             f"{'' if is_one else f'{cell.label_on(device)}: '}{self._running_line(each)}"
@@ -202,7 +202,7 @@ class Progress:
         return f"{format_tokens(trial.length_tokens)} tokens: {took}{of}, {trial.phase}"
 
     def sparse_line(self, event: SearchEvent) -> str:
-        """A line for a log or a pipe; for a running trial empty, except once a minute."""
+        """A line for a log or a pipe; for events of a running trial empty, except once a minute."""
         if isinstance(event, TrialRuns):
             trial = self._running.get(event.cell)
             if trial is None or self._clock() - trial.said_at < _SPARSE_S:
@@ -234,7 +234,7 @@ class Progress:
                 return f"{name}: {self._answered(event.answer, 'capacity ', ' tokens')}"
 
     def table(self) -> TextTable:
-        """A table of where every cell stands now."""
+        """A table of the current state of every cell."""
         return table_of(
             f"{plain(self._question.model.name)}, {provenance(self._question)}",
             self._question.cells,
@@ -248,14 +248,14 @@ class Progress:
         )
 
     def _log_of(self, result: TrialResult) -> str:
-        """Name the log with the whole message of the first trial that ran out of memory."""
+        """Text naming the log with the whole error of the first trial that ran out of memory."""
         if self._has_named_log or not result.outcome.is_memory or result.log_path is None:
             return ""
         self._has_named_log = True
         return f"; the whole message is in {plain(result.log_path)}, others beside it"
 
     def _answered(self, answer: CellAnswer, before: str = "", unit: str = "") -> str:
-        """The capacity, and a memory-only proof's length; ``≥`` where nothing longer failed."""
+        """A cell's capacity and memory-only length as text; ``≥`` if no longer one failed."""
         if not answer.reach_tokens:
             return "no answer" if answer.reach_tokens is None else "nothing fits"
         trained, memory_only = proven_lengths(self._question, answer)
@@ -285,7 +285,7 @@ def _again(event: TrialStarted) -> str:
 
 
 def _ended(spec: TrialSpec, result: TrialResult) -> str:
-    """``8,192 tokens ran out of memory in 12 s, 78.10 GiB at the peak: why``."""
+    """Text of an end: ``8,192 tokens ran out of memory in 12 s, 78.10 GiB at the peak: why``."""
     is_told = not spec.is_memory_only or result.outcome is Outcome.MEMORY_ONLY_FIT
     kind = "" if is_told else " (memory-only)"
     took = f" in {format_seconds(result.wall_s)}" if result.wall_s else ""
@@ -377,7 +377,7 @@ class _Lines:
 
 
 def _short(said: TrainingProgress, *, most: int) -> str:
-    """The text before a bar, in at most ``most`` columns: as many whole figures as have room."""
+    """The text before a progress bar, in at most ``most`` columns: as many figures as fit."""
     if said.phase != "training" or said.loss is None:
         return said.phase
     text, *others = _figures(said, said.evaluation_loss)
@@ -388,7 +388,7 @@ def _short(said: TrainingProgress, *, most: int) -> str:
 
 
 def _figures(said: TrainingProgress, held_out: float | None = None) -> list[str]:
-    """Figures of the last step, the most telling first."""
+    """Texts for the figures of the last training step, the most important first."""
     figures = [f"loss {said.loss:.3f}"]
     figures += [] if held_out is None else [f"held-out {held_out:.3f}"]
     figures += [f"{said.tokens / said.seconds:,.0f} tokens/s"] if said.seconds else []

@@ -1,6 +1,6 @@
-"""``highwater recommend`` and ``emit``: the simplest settings that train a length on some GPUs, and
-what others would bring; and these settings as another trainer's configuration, on stdout, or with
-``-o`` in a folder.
+"""``highwater recommend`` and ``emit``: the simplest settings that train a length on some GPUs,
+with the gains of other settings; and these settings as another trainer's configuration, on stdout,
+or with ``-o`` in a folder.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def recommend(arguments: argparse.Namespace) -> int:
 
 
 def found_for(arguments: argparse.Namespace) -> Recommendation:
-    """The recommendation that was asked for."""
+    """The recommendation for the typed arguments."""
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     if arguments.length is None and "trainer_config" not in settings:
         whole = shlex.join((*arguments.command_line, "--length", "32k"))
@@ -109,7 +109,7 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
 
 
 def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
-    """The next command: a trial of what is recommended, its configuration, or another question."""
+    """The next command: a trial of the recommended settings, its configuration, or another."""
     model = str(typed_values(arguments)["model"])
     trainer = predicted_traits(found.trainer)
     if trainer is None:  # the study has the command that trained so
@@ -134,8 +134,8 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
 
 
 def _next_without_any(arguments: argparse.Namespace, found: Recommendation, model: str) -> str:
-    """The next command where nothing fits: ``recommend`` with an alternative that can be typed,
-    first one with the same GPUs and the same training; without any the prediction of every rung.
+    """The next command if nothing fits: ``recommend`` with the flags of an alternative, preferably
+    with the same GPUs and training; without one, the prediction of every rung.
     """
     typed = [each for each in found.alternatives if each.flags or each.without]
     here = (each for each in typed if each.kind == "technique")
@@ -157,8 +157,8 @@ _ROOMIER = "5GiB"
 
 
 def emit(arguments: argparse.Namespace) -> int:
-    """Print the configuration, or write its folder and print the files' paths. If nothing fits
-    there is none, and ``--json`` prints the recommendation.
+    """Print a trainer's configuration, or write its folder and print the paths. If nothing fits,
+    there is no configuration, and ``--json`` prints the recommendation.
     """
     row = TARGETS[arguments.for_]
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
@@ -259,12 +259,12 @@ def _refuse_other_class(arguments: argparse.Namespace, model: str) -> None:
 def _predicting_trainer(
     arguments: argparse.Namespace, model: str, settings: dict[str, object]
 ) -> TrainerName:
-    """The trainer whose prediction answers: the configuration's own; or this engine, to compare
-    with, where the own trainer's memory law does not cover what is asked.
+    """The trainer whose prediction is used: the configuration's own, or this engine for comparison
+    if the trainer's memory formula does not cover the settings.
     """
     own = TARGETS[arguments.for_].predicted_for
     may_be_on_host = settings.get("activations") in ("auto", "host")
-    if REGISTRY[own].trains_by is None and not may_be_on_host:  # few memory laws cover that
+    if REGISTRY[own].trains_by is None and not may_be_on_host:  # few formulas cover that
         return own
     with suppress(HighwaterError):
         gpus = gpus_meant(arguments.cluster, arguments.gpu_memory)
@@ -275,7 +275,7 @@ def _predicting_trainer(
 
 
 def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str, Any]) -> None:
-    """Raise UsageError for what the trainer cannot be told, before anything is predicted."""
+    """Raise UsageError, before any prediction, for settings that the trainer does not have."""
     draft = None
     with suppress(HighwaterError):
         length = arguments.length or ""
@@ -285,7 +285,7 @@ def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str,
 
 
 def _say_nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -> int:
-    """Print that nothing fits, or nothing that the trainer can be told; returns the exit code."""
+    """Print that nothing fits, or nothing that the trainer can express; returns the exit code."""
     title, step_of = trainer_title(arguments.for_), arguments.predicted_for
     which = "nothing fits" if found.chosen is None else f"nothing fits that {title} can be told"
     if not is_step_of(step_of, arguments.for_):
@@ -305,7 +305,7 @@ def _write(
     emitted: Emitted,
     answer: str,
 ) -> tuple[Path, ...]:
-    """Write every file into the folder that was named; returns their paths."""
+    """Write every file into the named folder; returns their paths."""
     row, folder = TARGETS[arguments.for_], Path(arguments.output)
     title = trainer_title(arguments.for_)
     words = ("highwater", "emit", "--for", arguments.for_, arguments.model)

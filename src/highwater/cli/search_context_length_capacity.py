@@ -2,9 +2,8 @@
 this project's trials.
 
 The same flags, defaults, log tree and line per cell, and a few more: ``--memory``, ``--method``,
-``--config``, ``--data``. ``--dlc`` joins the Ray cluster that runs, as the original does. Where no
-GPU is visible a small model is searched on the CPU, under a memory limit that stands in for a
-GPU's.
+``--config``, ``--data``. ``--dlc`` joins the running Ray cluster, as the original does. Without a
+visible GPU, a small model is searched on the CPU, under a memory limit that stands in for a GPU's.
 Source: Trinity-RFT, scripts/context_length_test/search_context_length_capacity.py.
 """
 
@@ -135,7 +134,7 @@ def _search(
 
 
 def _notes(arguments: argparse.Namespace, planned: Plan, longest_tokens: int) -> tuple[str, ...]:
-    """Notes on what differs from the original here, before the plan's own."""
+    """Notes on differences from the original script on this machine, and the plan's own notes."""
     question = planned.question
     goes_on = longest_tokens > question.grid.max_tokens and not planned.begins_shortest
     on_the_cpu = (
@@ -155,7 +154,7 @@ def _notes(arguments: argparse.Namespace, planned: Plan, longest_tokens: int) ->
 
 
 def _listener(planned: Plan, here: Callable[[str], str]) -> Callable[[SearchEvent], None]:
-    """Return a function that says each event on stderr, and each answered cell on stdout."""
+    """Return a function that prints each event to stderr, and each answered cell to stdout."""
     question = planned.question
     progress = Progress(question, planned.timeout_s)
 
@@ -173,12 +172,12 @@ def _listener(planned: Plan, here: Callable[[str], str]) -> Callable[[SearchEven
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse what was typed, with the original's defaults; UsageError for any other flag."""
+    """Parse the words with the original's defaults; UsageError for an unknown flag."""
     return parse_strictly(grammar(), words)
 
 
 def typed_in(words: Sequence[str]) -> frozenset[str]:
-    """The names of the flags that stand among the words."""
+    """The names of the flags that were typed in ``words``."""
     blank = argparse.Namespace(**dict.fromkeys(vars(parse(words))))
     grammar().parse_args(words, blank)
     return frozenset(name for name, value in vars(blank).items() if value is not None)
@@ -205,9 +204,9 @@ def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -
 def place_of(
     model: Model, machine: Machine, asked: Request, *, starts: bool = False
 ) -> dict[str, str | int]:
-    """The device and the lengths, as settings of a request: GPUs, or for a small model the CPU of a
-    machine without one, with short lengths close together, unless ``starts`` says that one is
-    named.
+    """Device and lengths, as settings of a request: GPUs; or, for a small model on a machine
+    without GPUs, the CPU, with short lengths close together unless ``starts``: a start length was
+    typed.
     """
     room_bytes = asked.memory_bytes or cpu_memory(asked, machine)
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= room_bytes // 4
@@ -231,8 +230,8 @@ def request_of(
     typed: Collection[str] = (),
     from_file: Mapping[str, Any] | None = None,
 ) -> Request:
-    """The search that the flags ask for. A file's settings override flags that were not typed. YaRN
-    scales past the native length, whatever scaling the model has.
+    """The search request of these flags. A file's settings override flags that were not typed. YaRN
+    scales past the native length, whatever RoPE scaling the model has.
     """
     values: dict[str, Any] = {
         **{field: getattr(arguments, flag) for flag, field in _FIELDS.items()},
@@ -247,7 +246,7 @@ def request_of(
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    """This machine, or with ``--dlc`` a node of the cluster. Raises MachineError without one."""
+    """This machine, or with ``--dlc`` a node of the cluster. Raises MachineError if it has none."""
     if not arguments.dlc:
         return probe()
     try:
@@ -261,7 +260,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 
 def _command(arguments: argparse.Namespace, **replaced: Any) -> str:
-    """The command line of these arguments with some replaced, defaults left out."""
+    """The command line of these arguments with some replaced; defaults are left out."""
     values = vars(arguments) | replaced
     defaults = vars(grammar().parse_args([f"--model_path={arguments.model_path}"]))
     words = [PUBLISHED, *_spelled("model_path", arguments.model_path)]
@@ -289,8 +288,8 @@ def in_these_words(
     where: str = _IN_THE_FILE,
 ) -> str:
     """Replace ``highwater find``'s flags in a text by this script's, or by keys of a configuration
-    file where it has no such flag. ``typed``: the script's flags that were typed, which no file
-    overrides; ``from_file``: the keys of the file that was read.
+    file if the script has no such flag. ``typed``: the script's flags that were typed, which no
+    file overrides; ``from_file``: keys of the configuration file.
     """
     if "ring" not in from_file:
         text = _RING.sub("", text)
@@ -300,8 +299,8 @@ def in_these_words(
 
 
 def _said_here(found: re.Match[str], typed: Collection[str], where: str) -> str:
-    """The words for flags that a text names, or says to leave out. What is left out and was not
-    typed is set to its usual value in a file: the script's own default may be another.
+    """Replacement for flags that a text names, or says to leave out. A flag to leave out that was
+    not typed is set to its usual value in a file, as the script's own default may differ.
     """
     leave, words, out = found.groups(default="")
     is_left_out = bool(leave and out)
@@ -331,7 +330,7 @@ def _said_here(found: re.Match[str], typed: Collection[str], where: str) -> str:
 
 
 def _named_in(words: str) -> Iterator[tuple[str, list[Any]]]:
-    """The name of each flag among the words, and its values."""
+    """Yield the name of each flag in the text, and its values."""
     for each in words.removeprefix("--").split(" --"):
         flag, *values = shlex.split(each)
         name, is_joined, value = flag.partition("=")

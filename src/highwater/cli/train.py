@@ -1,4 +1,4 @@
-"""``highwater train``: train on a user's data with settings that were found; saves a model."""
+"""``highwater train``: train on a user's data with a search's settings; saves a model."""
 
 import argparse
 import json
@@ -63,7 +63,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _say_stopped(
     arguments: argparse.Namespace, asked: TrainingRequest, result: TrainingResult | None
 ) -> None:
-    """Print what is kept, and what the same command does next; ``result`` None: nothing is kept."""
+    """Print what is kept, and the effect of the same command; ``result`` None: nothing is kept."""
     console.talk(stopped_sentence(result))
     then = "goes on where this stopped"
     if result is None:
@@ -84,7 +84,7 @@ def _same_command(
 
 
 def _next(directory: str, settings: Settings) -> str:
-    """The command that opens what was trained."""
+    """A command that loads the trained model."""
     is_adapter = settings.lora is not None and not settings.lora_merged
     package, auto = ("peft", "AutoPeftModel") if is_adapter else ("transformers", "AutoModel")
     kind = f"{auto}For{'SequenceClassification' if settings.traits.gives_scalars else 'CausalLM'}"
@@ -94,7 +94,7 @@ def _next(directory: str, settings: Settings) -> str:
 
 
 def prediction_lines(prepared: PreparedTraining) -> list[str]:
-    """Lines about what is trained, how, and what memory and time are predicted."""
+    """Lines on the model, its training, and the predicted memory and time."""
     spec = prepared.spec
     trial, corpus = spec.trial, spec.corpus
     gpus = "GPU" if trial.device == "cuda" else "process"
@@ -128,7 +128,7 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
 
 
 def _left_out(corpus: Corpus) -> list[str]:
-    """A note on documents that are cut, in pieces or left out; empty without any."""
+    """A note on documents that were cut, split or dropped; empty if none were."""
     said: list[str] = []
     if corpus.truncated:
         said.append(
@@ -143,7 +143,7 @@ def _left_out(corpus: Corpus) -> list[str]:
 
 
 def training_answer(spec: TrainingSpec, result: TrainingResult) -> str:
-    """The first line: what was trained, and where it is."""
+    """The answer's first line: the trained model, its loss, and its folder."""
     settings = spec.trial.settings
     kind = "adapter" if settings.lora and not settings.lora_merged else "model"
     return plain(
@@ -182,7 +182,7 @@ def _held_out(evaluations: Sequence[tuple[int, float]]) -> str:
 
 
 def stopped_sentence(result: TrainingResult | None) -> str:
-    """Say what is kept of a run that was told to stop."""
+    """Sentence on what is kept of a training that was stopped."""
     if result is None:
         return "stopped: no step was saved"
     if result.status == "done":

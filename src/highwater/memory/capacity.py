@@ -36,7 +36,7 @@ NOT_MODELLED = (
 
 
 class MemoryLimit(Record, frozen=True, kw_only=True):
-    """The memory that training has, on each GPU and on the host."""
+    """The memory that a training may use, on each GPU and on the host."""
 
     device_bytes: int
     """Bytes of one GPU, as its driver reports it, less what is reserved for other programs."""
@@ -57,7 +57,7 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
 
 
 class CellPrediction(Record, frozen=True, kw_only=True):
-    """Prediction for one cell: the longest length that fits, and the memory of a step there."""
+    """Prediction for one cell: the longest length that fits, and the memory of a step at it."""
 
     cell: Cell
     capacity_tokens: int
@@ -89,7 +89,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
 
     @property
     def likely_edge_tokens(self) -> int:
-        """``likely_tokens``; the capacity in files written without it."""
+        """``likely_tokens``, or the capacity in prediction files that lack that field."""
         return self.capacity_tokens if self.likely_tokens is None else self.likely_tokens
 
     @property
@@ -111,7 +111,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
 
     @property
     def peak_phase(self) -> str:
-        """Name of the phase that has the peak."""
+        """Name of the phase of the step in which memory peaks."""
         return self.footprint.peak.name if self.replayed is None else self.replayed.phase
 
 
@@ -156,9 +156,9 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def answer(self) -> CellPrediction | None:
-        """The cell that answers the question: the simplest that trains the length asked about, or
-        the one with the longest capacity; else the one with the most room of those that may fit
-        without the default headroom; None if none may.
+        """The cell that answers the question: the simplest cell that trains the requested length,
+        or the cell with the longest capacity; else, if the default headroom is not left, the cell
+        with the most free memory that may still fit. None if no cell may fit.
         """
         fitting = [cell for cell in self.cells if cell.capacity_tokens]
         if fitting and self.length_tokens:
@@ -182,12 +182,12 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def explained(self) -> CellPrediction:
-        """The cell to explain: the answer; without one, the first cell."""
+        """The cell to explain: the answer, or the first cell if there is no answer."""
         return self.answer or self.cells[0]
 
 
 def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacity, ...]:
-    """Capacities of a prediction's cells, with the headroom asked for if it is not the default."""
+    """Capacities of a prediction's cells, with the headroom if it is not the default one."""
     kinds = {kind.name: kind.usable_bytes for kind in gpu_catalog()}
     limit_bytes = prediction.memory_limit.device_bytes
     is_whole = kinds.get(prediction.device_name, prediction.device_bytes) == limit_bytes

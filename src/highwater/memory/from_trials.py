@@ -1,4 +1,4 @@
-"""Candidates by a study's trials: whether one fits, what it leaves, how long its step takes."""
+"""Candidates judged by a study's trials: whether each fits, its headroom, the time of its step."""
 
 from collections.abc import Sequence
 from math import log
@@ -23,7 +23,7 @@ def obstacle(
     memory_limit: MemoryLimit,
     trainer: AnyTrainer = OURS,
 ) -> str | None:
-    """Reason, in words, why a study does not count for a model on such GPUs; None if it does."""
+    """Reason why a study does not count for a model on these GPUs; None if it does."""
     question, foreign = study.question, study.question.foreign
     theirs: AnyTrainer = OURS if foreign is None else foreign.trainer
     if theirs != trainer and foreign is not None:
@@ -50,7 +50,7 @@ def obstacle(
 
 
 def with_margin(study: Study, margin_bytes: int) -> Study:
-    """The study as if this headroom had been asked for: a trial fits if it left that much."""
+    """The study with another headroom: a trial fits if it left at least ``margin_bytes``."""
     if study.question.margin_bytes == margin_bytes:
         return study
     question = study.question.replace(margin_bytes=margin_bytes)
@@ -58,7 +58,7 @@ def with_margin(study: Study, margin_bytes: int) -> Study:
 
 
 def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:
-    """The candidate as measured by the study's trials; None if they do not decide on the length."""
+    """The candidate with the study's measurements; None if no trial decides about the length."""
     if candidate.cell not in study.question.cells:
         return None
     capacities = cell_capacities(study, candidate.cell)
@@ -124,7 +124,7 @@ def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int
 
 
 def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
-    """The memory that is too small, by the study's answer or, without one, by its trials."""
+    """Which memory is too small, by the study's answer or, without an answer, by its trials."""
     answer = study.answer_of(cell)
     if answer is not None:
         return "host" if answer.limit == "host_memory" else "device"
@@ -134,8 +134,8 @@ def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
 
 
 def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None, int | None]:
-    """Headroom in bytes and length in tokens of the shortest fit that is at least this long: this
-    length leaves no less. Without such a fit, those of the study's answer; None if unknown.
+    """Headroom in bytes and length in tokens of the shortest fit of at least this length, which
+    itself leaves no less. Without such a fit, those of the study's answer; None if unknown.
     """
     fits = [
         (trial.spec.length_tokens, trial.result.headroom_bytes)
@@ -158,7 +158,7 @@ def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None,
 
 
 def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
-    """Bytes of the headroom lacking at least, by the longest trial up to here; None if unknown."""
+    """Lower bound of the missing headroom, by the longest trial up to here; None: unknown."""
     told = [
         (trial.spec.length_tokens, trial.result)
         for trial in study.trials_of(cell)

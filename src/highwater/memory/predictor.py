@@ -1,8 +1,8 @@
 """Predictor: one protocol for every way to predict the memory of a length in a cell, and the search
 for the longest length that fits, which is the same for all predictors.
 
-A predictor gets a length and a room, the bytes of a GPU that training has: a formula answers in
-closed form; a replay of a traced step finds out whether the allocator runs out in that room.
+A predictor gets a length, and the room: bytes of a GPU that the training may use. A formula answers
+in closed form; a replay of a traced step tells if the allocator runs out of memory in that room.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ replays only if a length fits, else by formula, which is faster."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedPeak:
-    """Predicted memory of one length on the fullest GPU, which has a room of so many bytes."""
+    """Predicted memory of one length on the fullest GPU, and whether it fits the room."""
 
     footprint: Footprint
     """Bytes by term, of the GPU and of the host, as the formula has them."""
@@ -49,17 +49,17 @@ class Predictor(Protocol):
 
     @property
     def formula(self) -> "FormulaPredictor":
-        """The same cell by formula, which has the bytes by term and says where a search begins."""
+        """Predictor of the same cell by formula: for bytes by term, and a start of the search."""
         ...
 
     def start(self, room_bytes: int, likely_index: int | None) -> int | None:
-        """Grid index at which to begin the search for the longest length that fits the room.
-        ``likely_index``: the index found without headroom, if known. None: begin in the middle.
+        """Grid index at which to start the search for the longest length that fits ``room_bytes``.
+        ``likely_index``: the index found without headroom, if known. None: start in the middle.
         """
         ...
 
     def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
-        """The peak of one length on a GPU with this much for training; None: unlimited."""
+        """The predicted peak of a length, in ``room_bytes`` of a GPU's memory; None: no limit."""
         ...
 
 
@@ -78,16 +78,16 @@ class FormulaPredictor:
 
     @property
     def formula(self) -> "FormulaPredictor":
-        """This predictor itself."""
+        """This predictor, which is by formula already."""
         return self
 
     def start(self, room_bytes: int, likely_index: int | None) -> int | None:
-        """``likely_index`` as it is: a formula costs the same at any length."""
+        """Return ``likely_index``: a formula costs the same at any length."""
         del room_bytes
         return likely_index
 
     def at(self, length_tokens: int, room_bytes: int | None = None) -> PredictedPeak:
-        """Bytes by term; outside the allocator by the user's own constants, if there are any."""
+        """The predicted peak in bytes by term; outside the allocator, by the user's constants."""
         question, limit, settings = self.question, self.memory_limit, self.cell.settings
         place = question.model.shape, settings, self.cell.layout
         step = Step(*place, length_tokens, question.device, question.prompt_tokens)
@@ -119,14 +119,14 @@ Replay = Callable[[int, int | None], tuple[Replayed, int]]
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """Replays of a step, each made once: without blocks given back, larger rooms change nothing."""
+    """Cache of replays of a step. A replay with room to spare is also valid for more memory."""
 
     replay: Replay
     _made: dict[tuple[int, int | None], tuple[Replayed, int]] = field(default_factory=dict)
     _roomy: dict[int, tuple[Replayed, int]] = field(default_factory=dict)
 
     def __call__(self, size: int, capacity_bytes: int | None) -> tuple[Replayed, int]:
-        """The replay of a length, or of a number of tokens, in an allocator with these bytes."""
+        """Replay a length, or a number of tokens, in an allocator of ``capacity_bytes``; cached."""
         found = self._roomy.get(size)
         if found and (capacity_bytes is None or found[0].peak_reserved_bytes <= capacity_bytes):
             return found
@@ -160,7 +160,7 @@ class ReplayPredictor:
         return self.aim(longest(self.formula, room_bytes)) if likely_index is None else likely_index
 
     def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
-        """The peak of a replay in the room, near whose end an allocator keeps less than before."""
+        """The peak of a replay in ``room_bytes``; near its limit the allocator caches less."""
         footprint = self.formula.at(length_tokens).footprint
         if self.outside is not None:
             footprint = footprint.replace(outside=self.outside)
@@ -183,7 +183,7 @@ def predict_cells(
     calibration: Calibration | None = None,
     asked: Asked = "everything",
 ) -> tuple[CellPrediction, ...]:
-    """Predict every cell of the question, in its order; without a calibration, no intervals."""
+    """Predict every cell of the question, in its order; intervals need a ``calibration``."""
     return tuple(
         predict_cell(
             predictor_of(question, cell, memory_limit),
@@ -201,16 +201,16 @@ def predict_cell(
     end fits, and the longest that fits by the prediction alone.
     """
     formula = predictor.formula
-    question, whole_bytes = formula.question, formula.memory_limit.device_bytes
+    question, limit_bytes = formula.question, formula.memory_limit.device_bytes
     grid, size = question.grid, max(1, question.size_of(formula.cell))
     if not formula.at(grid.length(1)).footprint.fits_host(formula.memory_limit.host_bytes):
         bound = predict_at(formula, grid.length(1), factors)
         return bound.replace(likely_tokens=0)
     most_bytes, likely_index = formula.most_needed_bytes(factors), None
-    if predictor is formula or asked == "everything" or most_bytes == whole_bytes:
-        likely_index = longest(predictor, whole_bytes)
+    if predictor is formula or asked == "everything" or most_bytes == limit_bytes:
+        likely_index = longest(predictor, limit_bytes)
     index = likely_index
-    if index is None or most_bytes != whole_bytes:
+    if index is None or most_bytes != limit_bytes:
         index = longest(predictor, most_bytes, likely_index=likely_index)
     if not index and asked == "fit":
         predictor = formula
@@ -218,7 +218,7 @@ def predict_cell(
     shown_index = index or likely_index or 1
     predicted = _predicted_length(
         *(predictor, grid.length(shown_index), factors),
-        room_bytes=most_bytes if index else whole_bytes if likely_index else None,
+        room_bytes=most_bytes if index else limit_bytes if likely_index else None,
         is_whole=asked == "everything",
     )
     if not index and shown_index > 1:
@@ -269,7 +269,7 @@ def _predicted_length(
     is_whole: bool = False,
 ) -> CellPrediction:
     """Predict one length; the caller sets which is the longest. ``room_bytes`` None: the length is
-    known not to fit, so its need has no limit. ``is_whole``: name the tensors alive at the peak.
+    known not to fit, so its need has no limit. ``is_whole``: list the tensors live at the peak.
     """
     formula, peak = predictor.formula, predictor.at(length_tokens, room_bytes)
     question, limit_bytes = formula.question, formula.memory_limit.device_bytes
@@ -317,12 +317,12 @@ def _risk(
     host_bytes = limit.host_bytes and int(HOST_KEPT * limit.host_bytes)
     if formula.cell.settings.uses_host and not footprint.fits_host(host_bytes):
         return "likely"
-    whole_bytes = formula.question.device_total_bytes or limit.device_bytes
-    return "safe" if headroom_bytes >= default_headroom_bytes(whole_bytes) else "likely"
+    card_bytes = formula.question.device_total_bytes or limit.device_bytes
+    return "safe" if headroom_bytes >= default_headroom_bytes(card_bytes) else "likely"
 
 
 def longest(predictor: Predictor, room_bytes: int, *, likely_index: int | None = None) -> int:
-    """Grid index of the longest length that fits the room, 0 if none; the rest as in ``start``."""
+    """Grid index of the longest length that fits the room, 0 if none; arguments as in ``start``."""
     formula = predictor.formula
     grid, cell = formula.question.grid, formula.cell
     end, start = max(1, formula.question.size_of(cell)), predictor.start(room_bytes, likely_index)
@@ -340,8 +340,8 @@ def longest(predictor: Predictor, room_bytes: int, *, likely_index: int | None =
 
 
 def edge(start: int | None, last: int, fits: Callable[[int], bool], *, first: int = 1) -> int:
-    """The highest index from ``first`` to ``last`` that fits below one that does not, 0 if none:
-    strides that double away from ``start``, then bisection; without a start bisection alone.
+    """Highest index in ``first`` to ``last`` that fits below one that does not; 0 if there is none.
+    The search doubles its strides away from ``start``, then bisects; without ``start`` it bisects.
     """
     low, high, stride = first - 1, last + 1, 1
     index = (low + high) // 2 if start is None else start

@@ -1,4 +1,4 @@
-"""The question of a prediction: all settings and layouts on GPUs, here or not, and their memory."""
+"""The question of a prediction: all settings and layouts on GPUs, and the GPUs' memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -62,14 +62,20 @@ def predicted_question(
     length_tokens: int | None,
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:
-    """The question with every rung, on a grid or at one length, and notes. Raises UsageError."""
+    """The question with every rung, on a grid or at one length; and notes. Raises UsageError."""
     settings = {"headroom": default_headroom_bytes(where.device_bytes), **settings}
-    lacks = TRAINERS[trainer].is_watched and TRAINERS[trainer].refused(["deepspeed"])
-    is_zero = bool(lacks) and settings.get("deepspeed") == "zero3"
+    # trials of a foreign trainer without DeepSpeed: FSDP shards as ZeRO-3 does, and a note says so
+    no_zero = TRAINERS[trainer].is_watched and TRAINERS[trainer].refused(["deepspeed"])
+    is_zero = bool(no_zero) and settings.get("deepspeed") == "zero3"
     if is_zero:
         del settings["deepspeed"]
     if length_tokens is not None:
-        _refuse_no_length(length_tokens, settings)
+        for row in TOPICS["lengths"]:
+            if row.name in settings:
+                raise UsageError(f"one length, and a {row.words}", hint=f"leave `{row.flag}` out")
+        if length_tokens < 2:
+            hint = "use `--length 2` or more: one to read, one to predict"
+            raise UsageError("a length of 1 token", hint=hint)
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
     plan_here = partial(
         plan,
@@ -96,22 +102,12 @@ def predicted_question(
     return msgspec.structs.replace(plans[0].question, cells=cells), notes
 
 
-def _refuse_no_length(length_tokens: int, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError if settings name a grid besides the length, or it is below 2 tokens."""
-    for row in TOPICS["lengths"]:
-        if row.name in settings:
-            raise UsageError(f"one length, and a {row.words}", hint=f"leave `{row.flag}` out")
-    if length_tokens < 2:
-        hint = "use `--length 2` or more: one to read, one to predict"
-        raise UsageError("a length of 1 token", hint=hint)
-
-
 def _requests(
     model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> list[Request]:
-    """One request for each ladder: without offload; then, unless the settings say, with the moments
-    on the host, and with all states there. Each also asks for activations on the host, and for
-    every Ulysses degree that works.
+    """One request for each ladder: without offload; then, unless the settings fix it, with the
+    moments on the host, and with all states on the host. Each also tries activations on the host,
+    and every Ulysses degree that works.
     """
     refused = refused_settings(trainer, settings)
     if refused:
@@ -173,7 +169,7 @@ def _copies_of_machines(where: Cluster) -> dict[str, Any]:
 def _default_degrees(
     model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> dict[str, list[int]]:
-    """Fields for the degrees that are tried if the user names none: of Ulysses, or of a ring."""
+    """Fields for the degrees to try if the user names none: of Ulysses, or of a ring."""
     rings, shape = TRAINERS[trainer].ring_objectives, load_model(model).shape
     if rings is None or not shape.has_plain_attention:
         return {"ulysses": _degrees(model, where, settings)}
@@ -186,7 +182,7 @@ def _default_degrees(
 
 
 def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[int]:
-    """Every Ulysses degree that works on these GPUs; with several machines, within one machine."""
+    """Ulysses degrees that work on these GPUs; with several machines, within one machine."""
     shape = load_model(model).shape
     divisors = [degree for degree in range(1, where.gpus + 1) if where.gpus % degree == 0]
     works = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
@@ -257,15 +253,15 @@ def prediction_of(
     cells: tuple[CellPrediction, ...],
     **told: Any,
 ) -> Prediction:
-    """The document of predicted cells; ``told``: its other fields, and a cost's amount, price."""
+    """Make a ``Prediction`` of predicted cells; ``told``: other fields, a cost amount and price."""
     is_one_length = told["length_tokens"] is not None
     cells, native = with_frontier(question, cells, is_one_length=is_one_length), None
     replayed, notes = sum(cell.replayed is not None for cell in cells), told.pop("notes")
     amount, price = told.pop("amount", None), told.pop("price", None)
     if told["method"] == "trace":
-        known = TRACED_ACCURACY
+        errors = TRACED_ACCURACY
     else:
-        known = accuracy(question, trainer, replayed, told["calibration"])
+        errors = accuracy(question, trainer, replayed, told["calibration"])
         if not is_one_length:
             native = at_native(question, memory_limit, trainer, told["calibration"])
         if MEMORY[trainer].replay is not None:
@@ -282,7 +278,7 @@ def prediction_of(
         margin_bytes=question.margin_bytes,
         cells=cells,
         native=native,
-        accuracy=known,
+        accuracy=errors,
         notes=notes,
         **told,
     )
@@ -307,8 +303,8 @@ _GAIN = 1.2
 def with_frontier(
     question: Question, cells: Sequence[CellPrediction], *, is_one_length: bool
 ) -> tuple[CellPrediction, ...]:
-    """The cells, each with ``is_on_frontier``. A cell that trains no length is not, unless none
-    trains any; at one length, the memory that a cell leaves is compared, not its capacity.
+    """The cells, each with ``is_on_frontier``. A cell that trains no length is not on it, unless
+    none trains any; at one length, the memory that cells leave is compared, not capacity.
     """
     pool = [cell for cell in cells if cell.capacity_tokens] or list(cells)
     reach = attrgetter("headroom_bytes" if is_one_length else "reach_tokens")
@@ -322,7 +318,7 @@ def with_frontier(
 
 
 def _token_s(question: Question, cell: Cell) -> float:
-    """Seconds per token at the native length; an H200's for a kind of GPU with unknown rates."""
+    """Seconds per token at the native length; by an H200's rates if the GPU's are unknown."""
     name = question.device_name if rates_of(question.device_name) else MEASURED
     step = predicted_step(
         *(question.model.shape, cell.settings, cell.layout),
@@ -342,7 +338,7 @@ def alone_at(question: Question, cell: Cell, length_tokens: int) -> Question:
 def with_most_share(
     alone: Question, limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
 ) -> MemoryLimit:
-    """The limit, with the largest share for vLLM beside which one cell fits, unless typed."""
+    """The limit with the largest vLLM share beside which one cell fits, unless one was typed."""
     rollout = limit.rollout
     if rollout is None or rollout.most_utilization is None:
         return limit
@@ -357,7 +353,7 @@ def with_most_share(
 def at_native(
     question: Question, limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
 ) -> CellPrediction | None:
-    """The simplest cell that trains the native length; None if none does, or the grid lacks it."""
+    """The simplest cell that trains the native length; None if none does, or it is off the grid."""
     native = question.grid.native_length_tokens
     if not question.grid.start_tokens <= native <= question.grid.max_tokens:
         return None
@@ -369,8 +365,8 @@ def at_native(
 
 
 def placed(question: Question, machine: Machine) -> Cell:
-    """The cell that a single trial takes for ``auto``: the fastest that fits by prediction (a dry
-    run: in the host memory that it names), else the one that lacks the fewest bytes of a GPU.
+    """The cell of a single trial with ``--activations auto``: the fastest that is predicted to fit
+    (for a dry run: in the named host memory), else the cell that lacks the fewest bytes of a GPU.
     """
     memory_bytes = question.memory_bytes
     if len(question.cells) == 1 or memory_bytes is None:
@@ -393,8 +389,8 @@ def placed(question: Question, machine: Machine) -> Cell:
 
 
 def with_usual_host(limit: MemoryLimit, where: Cluster) -> MemoryLimit:
-    """The limit with the host memory of this machine, or of one that usually has such GPUs, unless
-    the user named some. For more GPUs than any machine has: that of the largest machine.
+    """The limit with the host memory of this machine, or of a usual machine with such GPUs, unless
+    the user named it. For more GPUs than any machine has: that of the largest machine.
     """
     if limit.host_bytes is not None and limit.usual_host is None:
         return limit

@@ -1,7 +1,8 @@
-"""Tables of known capacities, and a trainer's predictions compared with one, in steps of its grid.
+"""Tables of known capacities, and a trainer's predictions compared with a table, in steps of its
+grid.
 
 A table is a CSV with the columns gpu, settings, gpus, sp, model, max_model_len (0: nothing fits;
-empty: unknown); other columns are ignored. ``read_capacity_table`` leaves unknown cells out;
+empty: unknown); other columns are ignored. ``read_capacity_table`` leaves unknown capacities out;
 ``table_capacities`` returns them, without a ``does_not_fit_tokens``.
 """
 
@@ -51,7 +52,7 @@ _LONGEST_TOKENS = 16 * 1024**2
 
 
 class CapacityTable(Record, frozen=True, kw_only=True):
-    """Known capacities, as questions and as their answers."""
+    """A table's capacities, by question and cell."""
 
     questions: tuple[Question, ...]
     """One question for each GPU and model, its cells in the table's order."""
@@ -59,14 +60,14 @@ class CapacityTable(Record, frozen=True, kw_only=True):
     """Capacities by GPU, model as the table names it, and cell; 0 if nothing fits."""
 
     def known_tokens(self, question: Question, cell: Cell) -> int:
-        """The capacity of a cell of one of the questions."""
+        """The capacity in tokens of a cell of one of ``questions``."""
         return self.capacity_tokens[question.device_name, question.model.name, cell]
 
 
 def read_capacity_table(path: Path) -> CapacityTable:
-    """The capacity table in a CSV file, for GPUs and models of the catalog.
+    """Read a CSV file of capacities, for GPUs and models of the catalog.
 
-    Raises UsageError for a file that is no such table, ModelError for a model that is not known.
+    Raises UsageError for a file that is no such table, ModelError for an unknown model.
     """
     rows = [row for row in _read_rows(path) if row.tokens is not None]
     capacity_tokens = {row.place: row.tokens for row in rows if row.tokens is not None}
@@ -80,8 +81,8 @@ def read_capacity_table(path: Path) -> CapacityTable:
 
 
 def table_capacities(path: Path) -> tuple[Capacity, ...]:
-    """Capacities of the rows of a CSV file, unknown ones too. The next length of the published grid
-    is known not to fit: there the published search stopped. Raises as ``read_capacity_table``.
+    """Capacities in a CSV file, unknown ones too. The next length of the published grid counts as
+    not fitting: the published search stopped there. Raises the errors of ``read_capacity_table``.
     """
     rows = _read_rows(path)
     models = {name: load_model(name) for name in dict.fromkeys(row.model_name for row in rows)}
@@ -89,7 +90,7 @@ def table_capacities(path: Path) -> tuple[Capacity, ...]:
 
 
 def rung_name(settings: Settings) -> str:
-    """Name of these settings in the published tables. Raises StopIteration for others."""
+    """Name of these settings in the published tables. Raises StopIteration without a name."""
     return next(name for name, known in PUBLISHED_SETTINGS.items() if known == settings)
 
 
@@ -104,7 +105,7 @@ class _Row(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str, Cell]:
-        """Key of the row: its GPU, model and cell."""
+        """Key of the row: GPU, model and cell."""
         return self.device_name, self.model_name, self.cell
 
 
@@ -144,12 +145,6 @@ def _read_rows(path: Path) -> list[_Row]:
         raise _no_table(path, str(error)) from error
     if not rows:
         raise _no_table(path, "it has no row")
-    _refuse_twice(path, rows)
-    return rows
-
-
-def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
-    """Raise UsageError if two rows have a capacity for the same GPU, model and cell."""
     seen: dict[tuple[str, str, Cell], _Row] = {}
     for row in (row for row in rows if row.tokens is not None):
         before = seen.setdefault(row.place, row)
@@ -163,6 +158,7 @@ def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
                 f"{before.tokens} and {row.tokens}"
             )
             raise UsageError(problem, hint="keep one of them")
+    return rows
 
 
 def _row(row: Mapping[str, str | None], line: int) -> _Row:
@@ -197,7 +193,7 @@ def _no_table(path: Path, why: str) -> UsageError:
 
 
 def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
-    """The question for one GPU and model, with the name that the table has, which may be a path."""
+    """The question for one GPU and model; the model keeps the table's name, which may be a path."""
     model = msgspec.structs.replace(load_model(model_name), name=model_name)
     native_tokens = model.shape.native_length_tokens
     return Question(
@@ -218,7 +214,7 @@ _Predict = Callable[[Question, MemoryLimit], tuple[CellPrediction, ...]]
 
 
 class SettingsAccuracy(Record, frozen=True, kw_only=True):
-    """Score of the predictions for one rung of a table."""
+    """Number of right predictions for one rung of a table."""
 
     settings: str
     """Name of the rung in the table."""

@@ -1,4 +1,4 @@
-"""How each trainer's memory is predicted: ``MEMORY`` of its module, and predictions from that."""
+"""Memory prediction by trainer: the constant ``MEMORY`` of each trainer's module, and its use."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ _NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundledReplay:
-    """Traces that come with the package: their replay answers some cells instead of a formula."""
+    """Traces that come with the package; their replay answers some cells instead of a formula."""
 
     covers: Callable[[ModelShape, Cell], bool]
     """Returns whether there is a trace for a model's cell."""
@@ -48,7 +48,7 @@ class BundledReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """How one trainer's memory is predicted."""
+    """Functions and data that predict one trainer's memory."""
 
     formula: Formula
     """The trainer's memory in closed form."""
@@ -74,14 +74,14 @@ class TrainerMemory:
         return FormulaPredictor(cache(self.formula), *asked)
 
     def predictor(self, question: Question, cell: Cell, limit: MemoryLimit) -> Predictor:
-        """The bundled replay of a cell; its closed form without a trace, or beside a rollout."""
+        """The cell's bundled replay; its closed form if it has no trace, or has a rollout."""
         if self.replay and not limit.rollout and self.replay.covers(question.model.shape, cell):
             return self.replay.predictor(question, cell, limit)
         return self.by_formula(question, cell, limit)
 
 
 def _composed(memory: TrainerMemory, name: str) -> TrainerMemory:
-    """Memory of trainer ``name``, which runs another's step: that one's, learned by own trials."""
+    """``memory`` of another trainer, whose step ``name`` runs, with ``name``'s own residuals."""
     taught = partial(study_residuals, trainer=cast(TrainerName, name), formula=memory.formula)
     return replace(memory, learn=taught)
 
@@ -91,7 +91,7 @@ MEMORY: Mapping[TrainerName, TrainerMemory] = TrainerParts(TrainerName, "MEMORY"
 
 
 def refused_settings(trainer: TrainerName, named: Mapping[str, Any]) -> list[str]:
-    """Names of the settings that a trainer does not take, but for those that it always has."""
+    """Names of the given settings that a trainer does not take, except at values it always has."""
     always = MEMORY[trainer].fixed_fields(named)
     refused = TRAINERS[trainer].refused(named)
     return [name for name in refused if name not in always or named[name] != always[name]]
@@ -112,8 +112,8 @@ def predict_by_formula(
 
 
 def predictor_of(question: Question, cell: Cell, usable_bytes: int) -> FormulaPredictor | None:
-    """Predictor by the formula of the question's trainer; None for a trainer without a formula of
-    its own: only its configuration says which loss its trials have.
+    """Predictor by the formula of the question's trainer; None if the trainer has no formula of its
+    own, as only its configuration says which loss its trials have.
     """
     memory_limit = MemoryLimit(device_bytes=usable_bytes, host_bytes=question.host_memory_bytes)
     trainer = OURS if question.foreign is None else predicted_trainer(question.foreign.trainer)
@@ -150,7 +150,7 @@ def calibration_of(
 
 
 def replayed_cells(question: Question, trainer: TrainerName, limit: MemoryLimit) -> int:
-    """Number of a question's cells that are answered by replay: 0 with a rollout."""
+    """Number of a question's cells that are answered by replay; 0 if there is a rollout."""
     replay, shape = MEMORY[trainer].replay, question.model.shape
     if replay is None or limit.rollout is not None:
         return 0
@@ -160,7 +160,7 @@ def replayed_cells(question: Question, trainer: TrainerName, limit: MemoryLimit)
 def accuracy(
     question: Question, trainer: TrainerName, replayed: int, known: Calibration | None
 ) -> str:
-    """Sentence on the errors of predictions, ``replayed`` cells of which are answered by replay."""
+    """Sentence on the errors of predictions; ``replayed``: number of cells answered by replay."""
     row, cells = MEMORY[trainer], question.cells
     alone = row.accuracy if known else f"{row.accuracy}; {_NO_INTERVAL}"
     if REGISTRY[trainer].trains_by is not None:
@@ -174,7 +174,7 @@ def accuracy(
 
 
 def by_replay(replayed: int, cells: int) -> str:
-    """Note on how many of ``cells`` were answered by replay."""
+    """Note on the number of cells, of ``cells``, that were answered by replay."""
     if not replayed:
         return f"no cell by replay of a trace that comes with the package: all {cells} by formula"
     others = "" if replayed == cells else ", the others by formula"

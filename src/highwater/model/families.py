@@ -1,8 +1,8 @@
 """Families: a row of ``catalog/families.json`` for each family that trains exactly, and the reason
 why every other causal family of transformers does not.
 
-A family counts as trained once tests/dist/test_trained_families.py has found its loss and every
-gradient equal to its own class's, in each layout. Its row describes its layers, and the defaults of
+A family counts as trained if tests/dist/test_trained_families.py finds its loss and every gradient
+equal to those of its own class, in each layout. Its row describes its layers, and the defaults of
 its class for fields that ``config.json`` leaves out. This needs no torch, so that every command can
 refuse a model before anything starts.
 
@@ -61,7 +61,7 @@ class Window(Record, frozen=True, kw_only=True):
 
 
 class LogitField(Record, frozen=True, kw_only=True):
-    """The field by which a family's class scales or caps its logits."""
+    """The config field by which a family's class scales or caps its logits."""
 
     field: str
     does: Literal["times", "over", "cap"]
@@ -195,8 +195,8 @@ _LEAST_FAMILY = 4
 
 
 def family_by_name(name: str) -> str | None:
-    """The family that a model's name begins with; None if it begins with none, or if models of
-    several families begin so: ``Llama-3.2-11B-Vision``.
+    """The family that a model's name begins with; None if there is none, or if models of several
+    families have that beginning: ``Llama-3.2-11B-Vision``.
     """
     known = {**{_letters(each): each for each in (*TRAINED, *WRAPPERS, *REFUSED)}, **_TABLE.names}
     said = _letters(name.rpartition("/")[2])
@@ -257,7 +257,7 @@ class LogitTransform:
 
     @property
     def is_plain(self) -> bool:
-        """True if the softmax takes the head's product as it is."""
+        """True if logits are neither scaled nor capped."""
         return self == PLAIN
 
 
@@ -282,14 +282,23 @@ def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform
     value = config.get(rule.field, rule.usual)
     if value is None and rule.does == "cap":
         return PLAIN
-    number = _checked(value, rule, f"{source}, of the family {config['model_type']},")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    is_within = (is_whole or isinstance(value, float)) and _LEAST <= value <= _MOST
+    if not is_within or (is_whole and not rule.takes_whole):
+        usual = 30.0 if rule.does == "cap" else rule.usual
+        raise ModelError(
+            f"{source}, of the family {config['model_type']}, has {rule.field} = {value!r}",
+            hint=f"set {rule.field} to a number from {_LEAST:g} to {_MOST:g}, with a decimal "
+            f"point, for example {float(value) if is_within else usual}",
+        )
+    number = float(value)
     if rule.does == "cap":
         return LogitTransform(soft_cap=number)
     return LogitTransform(scale=number if rule.does == "times" else 1 / number)
 
 
 def _checked(value: Any, rule: LogitField, source: str) -> float:
-    """Check a value. Raises ModelError unless it is a number of the kind that the class accepts."""
+    """Check a value of ``rule``'s field. Raises ModelError unless the class accepts it."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     is_within = (is_whole or isinstance(value, float)) and _LEAST <= value <= _MOST
     if is_within and (rule.takes_whole or not is_whole):

@@ -1,5 +1,5 @@
-"""Footprint: bytes that a trial holds all the time that it runs, on devices, on the host and on
-disk. The peak of a step is in memory/formula/formula.py.
+"""Footprint: bytes that a trial holds as long as it runs, on devices, on the host and on disk. The
+peak of a step is in memory/formula/formula.py.
 
 Also: model FLOPs of a training step, for MFU, without recomputation, which is overhead.
 """
@@ -136,14 +136,14 @@ def gradient_bytes(shape: ModelShape, settings: Settings, *, shards: int = 1) ->
 
 
 def resting_state_bytes(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes of parameters and moments on one GPU between steps, when gradients are gone."""
+    """Bytes of parameters and moments on one GPU between steps, when no gradients exist."""
     shards = layout.shard_degree
     states = device_state_bytes(shape, settings, device="cuda", shards=shards)
     return max(0, states - gradient_bytes(shape, settings, shards=shards)) // shards
 
 
 def _saved_by_bf16(copies: int, shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
-    """Bytes that bf16 saves against float32 in so many values (``copies``) of each parameter."""
+    """Bytes that bf16 saves against float32, for ``copies`` values of each parameter."""
     if settings.parameters != "bf16":
         return 0
     uneven = _beyond_even(_in_layers(shape), settings, shards)
@@ -151,14 +151,14 @@ def _saved_by_bf16(copies: int, shape: ModelShape, settings: Settings, *, shards
 
 
 def _padding(shape: ModelShape, settings: Settings, shards: int) -> int:
-    """Numbers that uneven shards of the layers' trained parameters add, over all devices."""
+    """Elements that uneven shards of the layers' trained parameters add, over all devices."""
     trained = _in_layers(shape) if settings.lora is None else _adapters(shape, settings)
     return _beyond_even(trained, settings, shards)
 
 
 def _beyond_even(every: Iterable[Matrices], settings: Settings, shards: int) -> int:
-    """Numbers that ``shards`` devices would have in addition if each had as many rows of these
-    matrices as the first: FSDP2 cuts matrices by rows. 0 with FSDP1, which cuts one flat tensor.
+    """Elements added if each of ``shards`` devices had as many rows of these matrices as the first:
+    FSDP2 shards matrices by rows. 0 with FSDP1, which shards one flat tensor.
     """
     if settings.strategy != "fsdp2":
         return 0
@@ -166,7 +166,7 @@ def _beyond_even(every: Iterable[Matrices], settings: Settings, shards: int) -> 
 
 
 def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
-    """Bytes that the optimizer's moments save against float32, over all GPUs that share them."""
+    """Bytes that the optimizer's moments save against float32, over all sharing GPUs."""
     traits = settings.optimizer_traits
     if not traits.is_quantized:
         parameters = trained_parameters(shape, settings) + _padding(shape, settings, shards)
@@ -196,9 +196,9 @@ def paged_bytes(shape: ModelShape, settings: Settings) -> int:
 def update_bytes(
     shape: ModelShape, settings: Settings, *, shards: int, device: Device = "cuda"
 ) -> int:
-    """Bytes that an optimizer update allocates on one device for the numbers that it processes at
-    once, the largest shard or a piece of it: with 8-bit moments, two float32 numbers each
-    (engine/training/low_bit.py); with moments in host memory, the buffers that they pass through
+    """Bytes that an optimizer update allocates on one device, for the elements that it processes at
+    once, the largest shard or a piece of it: with 8-bit moments, two float32 values each
+    (engine/training/low_bit.py); with moments in host memory, the buffers for copying them
     (engine/training/host_states.py). On the CPU, not compiled, each operation makes a tensor.
     """
     every = (-(-rows // shards) * size for _, rows, size in _trained_matrices(shape, settings))
@@ -228,9 +228,9 @@ if attention is not recomputed."""
 def kept_by_recompute(
     kind: LayerKind, shape: ModelShape, settings: Settings, *, element: int
 ) -> int:
-    """Bytes per token that a recomputed layer keeps for its backward pass; ``element``: bytes of a
-    number. Its input and, unless recomputed too, its attention's output, with the log-sum-exp in
-    float32, or a delta rule's states.
+    """Bytes per token that a recomputed layer keeps for its backward pass; ``element``: bytes of an
+    element. These are its input and, unless recomputed too, its attention's output, with the
+    log-sum-exp in float32, or a delta rule's states.
     """
     attention = kind.attention
     kept = element * kind.hidden_size
@@ -309,13 +309,13 @@ def _pinned_units_bytes(shape: ModelShape, layout: Layout) -> int:
 
 @cache
 def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
-    """Bytes of host memory through which FSDP2's offloaded gradients pass, over all ranks of one
+    """Bytes of host memory through which FSDP2 copies offloaded gradients, over all ranks of one
     machine, besides that of the states.
 
     A float32 pinned block for each tensor's shard of a few layers, of the embedding and of the
-    head; a critic's gradients pass through the same blocks. Layers with tensors of equal sizes
-    share blocks, whatever their attention; layers with experts and those without share none.
-    Source: engine/parallel/offload.py; tests/gpu/test_gradient_offload.py compares.
+    head; a critic's gradients use the same blocks. Layers with tensors of equal sizes share blocks,
+    whatever their attention; layers with and without experts do not. Source:
+    engine/parallel/offload.py; tests/gpu/test_gradient_offload.py compares.
     """
     if not settings.offloads_model or settings.strategy != "fsdp2":
         return 0
@@ -337,7 +337,7 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layo
 def pinned_matrices_bytes(
     sizes: Iterable[Matrices], *, layout: Layout, bytes_per_element: int
 ) -> int:
-    """Bytes of pinned blocks for these matrices, one for each GPU's shard of each."""
+    """Bytes of pinned blocks for these matrices, one for each GPU's shard of each matrix."""
 
     def block_bytes(rows: int, row_size: int) -> int:
         return _pinned_bytes(bytes_per_element * -(-rows // layout.shard_degree) * row_size)
@@ -348,7 +348,7 @@ def pinned_matrices_bytes(
 
 
 def matrices(shape: ModelShape) -> tuple[Matrices, ...]:
-    """Return every parameter of two or more dimensions: how many, their rows, and a row's size."""
+    """Return every parameter matrix: number of equal ones, rows, and size of a row."""
     return (*_in_layers(shape), *shape.layer_tables, _tables(shape))
 
 
@@ -376,7 +376,7 @@ def _times(layers: int, sizes: tuple[Matrices, ...]) -> tuple[Matrices, ...]:
 
 
 def _tables(shape: ModelShape) -> Matrices:
-    """Return embedding and head, or one of them if they are tied."""
+    """Return the matrices of embedding and head, or one matrix if they are tied."""
     return Matrices(1 if shape.tied_embeddings else 2, shape.vocab_size, shape.hidden_size)
 
 
@@ -393,10 +393,10 @@ def layer_input_bytes(shape: ModelShape) -> int:
 def step_flops(shape: ModelShape, *, length_tokens: int, sequences: int, settings: Settings) -> int:
     """Model FLOPs of a step over ``sequences`` documents of ``length_tokens`` each, with causal
     attention. Counts forward and backward of every trained model, and the forward passes that the
-    objective needs beforehand (the reference's, the critic's values). Each matmul weight has 6
-    FLOPs per token, a frozen one 4, as its own gradient is not computed; attention of every layer
-    and document is added. Source: Chowdhery et al., PaLM, appendix B, but with only the causal half
-    counted, as FlashAttention does.
+    objective needs beforehand (the reference's, the critic's values). Each weight of a matrix
+    product takes 6 FLOPs per token, a frozen one 4, as its own gradient is not computed; attention
+    of every layer and document is added. Source: Chowdhery et al., PaLM, appendix B, but with only
+    the causal half counted, as FlashAttention does.
     """
     forward = 2 * shape.matmul_parameters
     linear = 3 * forward
@@ -414,9 +414,9 @@ def step_flops(shape: ModelShape, *, length_tokens: int, sequences: int, setting
 def _attention_flops(
     attention: AttentionKind, length_tokens: int, pattern: SparsePatternConfig | None
 ) -> int:
-    """FLOPs of one layer's attention over one document, forward and backward. Q.K and P.V are 2
-    FLOPs per product, and the backward pass has them twice: 3 x 2 x 2 x head_dim x query_heads for
-    each pair of a token and a key that it reads. The pairs are half of length², the causal
+    """FLOPs of one layer's attention over one document, forward and backward. Q.K and P.V take 2
+    FLOPs per product, and twice as many in the backward pass: 3 x 2 x 2 x head_dim x query_heads
+    for each pair of a token and a key that it reads. The pairs are half of length², the causal
     triangle; a window cuts off the smaller triangle of keys further back than the window. With a
     pattern the pairs are those that it keeps. A gated delta rule counts as its recurrence, with its
     convolution.

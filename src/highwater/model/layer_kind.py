@@ -37,15 +37,15 @@ class Matrices(NamedTuple):
     """Numbers in one row."""
 
     def beyond_even(self, shards: int) -> int:
-        """Numbers that ``shards`` GPUs would have in addition if each had as many rows as the
-        first, which has its part rounded up.
+        """Elements added if each of ``shards`` GPUs had as many rows as the first, whose number of
+        rows is rounded up.
         """
         return self.number * (-self.rows % shards) * self.row_size
 
 
 class DeltaKind(Record, frozen=True, kw_only=True):
-    """A gated delta rule in place of softmax attention: heads with a state that is carried along
-    the sequence, and a short convolution before them.
+    """A gated delta rule instead of softmax attention: heads with a recurrent state along the
+    sequence, after a short convolution.
     """
 
     key_head_dim: int
@@ -57,7 +57,7 @@ class DeltaKind(Record, frozen=True, kw_only=True):
 
 
 class AttentionKind(Record, frozen=True, kw_only=True):
-    """Attention of one layer: its heads, and how far back it reads.
+    """Attention of one layer: its heads, its window, and its variants.
 
     With ``delta``, ``query_heads`` counts the heads of values, and ``kv_heads`` those of keys and
     queries, which have another size, ``key_head_dim``.
@@ -83,23 +83,23 @@ class AttentionKind(Record, frozen=True, kw_only=True):
 
     @property
     def query_size(self) -> int:
-        """Numbers of all query heads, per token; of all value heads with a delta rule."""
+        """Elements of all query heads, per token; of all value heads with a delta rule."""
         return self.query_heads * self.head_dim
 
     @property
     def key_size(self) -> int:
-        """Numbers of all key heads, per token; without a delta rule, also of all value heads."""
+        """Elements of all key heads, per token; without a delta rule, also of all value heads."""
         return self.kv_heads * (self.head_dim if self.delta is None else self.delta.key_head_dim)
 
     @property
     def channels(self) -> int:
-        """Numbers per token of queries, keys and values together."""
+        """Elements per token of queries, keys and values together."""
         query, key = self.query_size, self.key_size
         return query + 2 * key  # with a delta rule, queries are sized as keys, values as outputs
 
     @property
     def matrices(self) -> tuple[tuple[int, bool], ...]:
-        """Projections from or to the hidden size: the other size, and True if that is the input."""
+        """Projections from or to the hidden size: the other size, and True if it is the input."""
         query, key, delta = self.query_size, self.key_size, self.delta
         if delta is None:
             into = ((query * (1 + self.is_gated), False), (key, False), (key, False))
@@ -111,7 +111,7 @@ class AttentionKind(Record, frozen=True, kw_only=True):
 
     @property
     def small_parameters(self) -> int:
-        """Parameters besides the projections: sinks; with a delta rule the convolution, two numbers
+        """Parameters besides the projections: sinks; with a delta rule the convolution, two values
         per head, and the norm that all heads share.
         """
         if self.delta is None:
@@ -120,7 +120,7 @@ class AttentionKind(Record, frozen=True, kw_only=True):
 
 
 class MlpKind(Record, frozen=True, kw_only=True):
-    """MLP of one layer: one for all tokens, or experts, of which each token goes to a few."""
+    """MLP of one layer: one MLP for all tokens, or experts, to a few of which each token goes."""
 
     width: int
     """Width of the MLP, or of one expert."""
@@ -133,12 +133,12 @@ class MlpKind(Record, frozen=True, kw_only=True):
 
     @property
     def is_routed(self) -> bool:
-        """True if there are experts, even a single one beside a shared MLP."""
+        """True if the MLP has experts, even a single one beside a shared MLP."""
         return self.experts > 1 or self.shared_width > 0
 
     @property
     def plain_width(self) -> int:
-        """Width of the MLP that every token goes through; 0 if there are only experts."""
+        """Width of the MLP that every token goes through; 0 if all are experts."""
         return self.shared_width if self.is_routed else self.width
 
 
@@ -158,7 +158,7 @@ class LayerKind(Record, frozen=True, kw_only=True):
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied with: its own experts only, without the router."""
+        """Weights that one token is multiplied by: its own experts' only, without the router."""
         mlp = self.mlp
         widths = mlp.width * mlp.experts_per_token + mlp.shared_width
         attention = sum(size for size, _ in self.attention.matrices)
@@ -171,7 +171,7 @@ class LayerKind(Record, frozen=True, kw_only=True):
         return _matrices(self)
 
     def beyond_even(self, shards: int) -> int:
-        """Numbers that ``shards`` GPUs have in addition to the layer's if its rows are uneven."""
+        """Elements added if each of ``shards`` GPUs had as many rows of a matrix as the first."""
         return _beyond_even(self, shards)
 
 
@@ -231,7 +231,7 @@ class LayerRun(Record, frozen=True, kw_only=True):
 
 
 def runs_of(layers: Iterable[tuple[int, LayerKind]]) -> tuple[LayerRun, ...]:
-    """Runs of layers, given as counts and kinds in order; neighbours of one kind are joined."""
+    """Make runs of layers from counts and kinds in order; equal neighbours are merged."""
     return tuple(
         LayerRun(count=count, kind=kind)
         for kind, group in groupby(layers, key=lambda layer: layer[1])
@@ -246,7 +246,7 @@ def _qkv_biases(kind: LayerKind) -> int:
 
 
 def _softmax(kind: LayerKind) -> bool:
-    """True for softmax attention: a delta rule has no biases and no norms of heads."""
+    """True for softmax attention, False for a delta rule, without biases and head norms."""
     return kind.attention.delta is None
 
 
@@ -318,7 +318,7 @@ def small_parameters(
 
 
 def learned_positions(family: str, native_length_tokens: int) -> int:
-    """Number of positions with a learned embedding in the family; 0 if they are not learned."""
+    """Number of positions with a learned embedding in the family; 0 if it learns none."""
     more = family_row(family).more_positions
     return 0 if more is None else native_length_tokens + more
 
@@ -336,7 +336,7 @@ def slides(config: Config, layer: int) -> bool:
 def refuse_missing_window(config: Config, source: str, *, some_slide: bool) -> None:
     """Raise ModelError for a config without the window that its layers or its class need.
 
-    transformers cannot build such a model, or its result depends on the attention implementation.
+    transformers either cannot build such a model, or its results depend on the attention kernel.
     """
     family, kinds = config["model_type"], config.get("layer_types")
     window = family_row(family).window
@@ -362,14 +362,14 @@ def _is_switched_off(config: Config, window: Window | None) -> bool:
 
 
 def _all_but_every(config: Config, layer: int, every: int | str | None) -> bool:
-    """True for all layers but every n-th one; ``every``: n, or the field that holds it."""
+    """True for all layers except every n-th one; ``every``: n, or the config field of n."""
     number = value_of(config, every) if isinstance(every, str) else every
     # transformers builds no model if this is no number; here every layer then has the window.
     return not isinstance(number, (int, float)) or number <= 0 or (layer + 1) % number != 0
 
 
 def _of_cohere_mixture(config: Config, layer: int, _: Window) -> bool:
-    """True for all layers but every n-th one; dense layers in front are counted separately."""
+    """True for all layers except every n-th one; the leading dense layers count by themselves."""
     before = config.get("first_k_dense_replace")
     before = before if isinstance(before, int) else 0
     if layer < before:

@@ -39,8 +39,8 @@ class ModelShape(Record, frozen=True, kw_only=True):
     """The sizes of a decoder-only transformer. Source: the fields of the same meaning in
     ``config.json``.
 
-    Code that counts anything over layers reads ``runs``; the other fields about layers are those
-    that studies have recorded since the first version.
+    Code that sums over layers reads ``runs``; the other fields about layers remain because studies
+    have recorded them since the first version.
     """
 
     model_type: str
@@ -111,7 +111,7 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def has_plain_attention(self) -> bool:
-        """True if every layer has plain causal attention: no window, sinks, score cap or state."""
+        """True if every layer has plain causal attention: no window, sink, cap or delta rule."""
         kinds = (run.kind.attention for run in self.runs)
         return not any(
             each.window_tokens or each.has_sinks or each.soft_cap or each.delta for each in kinds
@@ -119,7 +119,7 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def delta(self) -> AttentionKind | None:
-        """The attention of the layers with a gated delta rule; None without such layers."""
+        """The attention of the layers with a gated delta rule; None if the model has none."""
         kinds = (run.kind.attention for run in self.runs)
         return next((each for each in kinds if each.delta is not None), None)
 
@@ -138,8 +138,8 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def layer_tables(self) -> tuple[Matrices, ...]:
-        """The tables of the layers' own embeddings, with all layers' side by side: one by token,
-        and one that projects the first layer's input. Empty without such embeddings.
+        """The matrices of the layers' own embeddings, concatenated over all layers: a table by
+        token, and a projection of the first layer's input. Empty for models without them.
         """
         if self.layer_vocab_size is msgspec.UNSET:
             return ()
@@ -154,7 +154,7 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied with: in layers, of its own experts; of the head."""
+        """Weights that one token is multiplied by: in layers (only its experts), and the head."""
         in_layers = sum(run.count * run.kind.matmul_parameters for run in self.runs)
         projected = sum(each.rows * each.row_size for each in self.layer_tables[1:])
         return in_layers + projected + self.vocab_size * self.hidden_size
@@ -197,7 +197,7 @@ def _runs_by_sizes(shape: ModelShape) -> tuple[LayerRun, ...]:
 
 
 class Model(Record, frozen=True, kw_only=True):
-    """A model that can be trained: its name, its directory and its shape."""
+    """A model that can be trained: name, directory, shape, config digest."""
 
     name: str
     """Name in tables and log paths: last part of the path or of the Hub's id, or the catalog's."""
@@ -280,18 +280,6 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
         dense_intermediate_size=mixture.dense_width if mixture.dense_layers else 0,
         mlp_matrices=3 if family_row(family).is_gated else 2,
     )
-    _refuse_impossible(shape, config, source)
-    runs = _runs(shape, sizes)
-    if runs != shape.runs:
-        shape = shape.replace(layer_runs=runs)
-    if runs[0].kind.embedding_size:
-        rows = sizes.optional_size("vocab_size_per_layer_input")
-        shape = shape.replace(layer_vocab_size=rows)
-    return _with_switches(shape, config)
-
-
-def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -> None:
-    """Raise ModelError if tokens go to more experts than there are, or sizes are no model's."""
     if shape.experts_per_token > shape.experts > 1:
         names = (name for name in EXPERTS_PER_TOKEN if config.get(name) is not None)
         raise ModelError(
@@ -303,10 +291,17 @@ def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -
             f"{source} describes {shape.parameters} parameters, more than any model has",
             hint="check its sizes",
         )
+    runs = _runs(shape, sizes)
+    if runs != shape.runs:
+        shape = shape.replace(layer_runs=runs)
+    if runs[0].kind.embedding_size:
+        rows = sizes.optional_size("vocab_size_per_layer_input")
+        shape = shape.replace(layer_vocab_size=rows)
+    return _with_switches(shape, config)
 
 
 def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:
-    """The layers by all fields of the config, which may differ from those by sizes alone."""
+    """The runs of layers by all fields of the config, from a shape that has the sizes only."""
     dense = sizes.layers_without_experts(sizes.mixture())
     without, usual = shape.runs[0].kind, shape.runs[-1].kind
     has_unlike = family_row(shape.model_type).has_unlike_layers

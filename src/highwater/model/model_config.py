@@ -83,7 +83,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _text_model(config: dict[str, Any], source: str) -> dict[str, Any]:
     """The config of a multimodal wrapper's text model, converted to the family that computes the
-    same on text: with text alone, multimodal RoPE has equal positions, and is plain RoPE.
+    same on text: there multimodal RoPE has equal positions, and is plain RoPE.
     """
     name, row = config["model_type"], WRAPPERS[config["model_type"]]
     text = config.get("text_config", {**config, "model_type": row.usual} if row.is_flat else None)
@@ -121,7 +121,7 @@ def config_digest(config: dict[str, Any], source: str) -> str:
 
 def trained_family(config: dict[str, Any], source: str) -> str:
     """The config's ``model_type``. Raises ModelError for a family or for features that do not train
-    exactly, and for missing fields, by their names.
+    exactly, and for missing fields, which it names.
     """
     family = _family_of_text(config, source)
     refuse_untrained(family, source, has_own_code=has_own_code(config))
@@ -138,9 +138,17 @@ def trained_family(config: dict[str, Any], source: str) -> str:
 
 
 def _refuse_layers(config: dict[str, Any], source: str) -> None:
-    """Raise ModelError for layers, logits or attention that differ from the compared ones."""
+    """Raise ModelError for layers, logits or attention that no test compares with the class."""
     if config["model_type"] in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
-        _refuse_dense_layers(config, source)
+        for field, neutral in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+            value = config.get(field, neutral)
+            if value is not None and value != neutral:
+                raise ModelError(
+                    f"{field} is {value!r} in {source}: layers without experts among those with "
+                    "them are not supported",
+                    hint="use a model with experts in every layer, for example Qwen3-30B-A3B, "
+                    f"whose {field} is {neutral!r}",
+                )
     refuse_features(config, source)
     layers = config.get("num_hidden_layers")
     for field in ("layer_types", "mlp_layer_types"):
@@ -154,7 +162,7 @@ def _refuse_layers(config: dict[str, Any], source: str) -> None:
 
 
 def has_own_code(config: Mapping[str, Any]) -> bool:
-    """True if a config names code of the model's own (``auto_map``), which is never run here."""
+    """True if a config refers to the model's own code (``auto_map``), which is never run here."""
     return bool(config.get("auto_map"))
 
 
@@ -201,19 +209,6 @@ def _obstacle(text_config: dict[str, Any], source: str) -> str | None:
     return None
 
 
-def _refuse_dense_layers(config: dict[str, Any], source: str) -> None:
-    """Raise ModelError for a Qwen mixture with layers without experts, which was never compared."""
-    for field, neutral in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        value = config.get(field, neutral)
-        if value is not None and value != neutral:
-            raise ModelError(
-                f"{field} is {value!r} in {source}: layers without experts among those with them "
-                f"are not supported",
-                hint=f"use a model with experts in every layer, for example Qwen3-30B-A3B, whose "
-                f"{field} is {neutral!r}",
-            )
-
-
 def refuse_features(config: Mapping[str, Any], source: str) -> None:
     """Raise ModelError for a config whose logits or attention have unsupported features."""
     family, row = config["model_type"], family_row(config["model_type"])
@@ -255,9 +250,9 @@ def _unsupported(
 
 
 def _refuse_other_sizes(config: Mapping[str, Any], source: str) -> None:
-    """Raise ModelError for sizes that were never compared with the family's own class: OPT's
-    embeddings of another size than the hidden one, Helium's heads that together have another size,
-    and layers of Laguna with different numbers of query heads.
+    """Raise ModelError for sizes that no test compares with the family's own class: OPT's
+    embeddings of a size other than the hidden size, Helium's heads with a different total size, and
+    Laguna's layers with different numbers of query heads.
     """
     family, hidden = config["model_type"], config.get("hidden_size")
     heads, head_dim = config.get("num_attention_heads"), value_of(config, "head_dim")
@@ -285,7 +280,7 @@ def _refuse_other_sizes(config: Mapping[str, Any], source: str) -> None:
 
 def refuse_dropout(config: dict[str, Any], source: str) -> None:
     """Raise ModelError for attention dropout, which no fused kernel computes, and for layer
-    dropout, which would let ranks wait for each other.
+    dropout, with which ranks would wait for each other forever.
     """
     nested = config.get("attn_config")
     blocks = (config, nested if isinstance(nested, Mapping) else {})
@@ -303,7 +298,7 @@ def refuse_dropout(config: dict[str, Any], source: str) -> None:
 
 
 class Mixture(NamedTuple):
-    """Widths and numbers of MLPs and experts; 1 expert for a model without."""
+    """Widths and numbers of MLPs and experts; one expert for a model without experts."""
 
     width: int
     """Width of one expert."""
@@ -360,7 +355,7 @@ class ConfigSizes(NamedTuple):
         return AttentionKind(query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim)
 
     def mixture(self) -> Mixture:
-        """MLPs and experts, by the fields of the config or the defaults of its class."""
+        """Widths and numbers of MLPs and experts, from the config or the defaults of its class."""
         row = family_row(self.config["model_type"])
         width = self.optional_size(row.width_field)
         width = dense_width = width or 4 * self.size("hidden_size")
@@ -391,7 +386,7 @@ class ConfigSizes(NamedTuple):
         )
 
     def _experts_per_token(self, is_listed: bool) -> int | None:
-        """Experts per token; a list, which only some classes read, has to be uniform."""
+        """Experts per token; a list, which only some classes accept, must be uniform."""
         field = next((name for name in EXPERTS_PER_TOKEN if self.config.get(name) is not None), "")
         found = self.config.get(field)
         if not is_listed or not isinstance(found, list):
@@ -530,12 +525,12 @@ class ConfigSizes(NamedTuple):
         return {"head_dim": sizes.get("head_dim", heads.head_dim), "kv_heads": keys}
 
     def layer_embedding(self) -> int:
-        """Size of each layer's own embedding of a token; 0: none."""
+        """Size of each layer's own embedding of a token; 0 if layers have none."""
         field = "hidden_size_per_layer_input"
         return self._count((field, value_of({"model_type": self.config["model_type"]}, field) or 0))
 
     def _class_size(self, field: str) -> int:
-        """The value of a size that has a default in the class."""
+        """The value of a config field for a size that has a default in the class."""
         return whole_number(value_of(self.config, field), field, self.source)
 
     def score_cap(self) -> float | None:

@@ -1,5 +1,5 @@
 """Model place: find a model by its name, in a directory, the Hub's cache, the catalog, or the Hub.
-They are searched in this order, and the first that has a ``config.json`` is the model's place.
+They are searched in this order; the first with a ``config.json`` is used.
 
 The catalog has a row for each model in ``catalog/models.json``, and its shape in
 ``catalog/models/NAME/config.json``. The Hub's cache is read by its layout,
@@ -50,7 +50,7 @@ class CatalogModel(Record, frozen=True, kw_only=True):
 
     @property
     def directory(self) -> Path:
-        """Directory that holds its ``config.json``."""
+        """Directory in the package with the model's ``config.json``."""
         return Path(__file__).parent / "catalog" / "models" / self.name
 
     @property
@@ -71,8 +71,8 @@ def catalog_names() -> list[str]:
 
 
 def catalog_model(name: str) -> tuple[str, CatalogModel] | None:
-    """Find a model by catalog name, Hub id, or last part of an id, in any case; return it with the
-    name as the catalog spells it. None if there is no such model.
+    """Find a model by catalog name, Hub id, or last part of an id, in any case; returns the
+    catalog's spelling of the name, and the model. None if there is no such model.
     """
     return _spellings().get(name.lower())
 
@@ -99,7 +99,7 @@ def near_names(name: str) -> list[str]:
 
 
 def _told_by(name: str) -> tuple[str, float, float]:
-    """Family, version and billions of parameters in a name; empty or 0 if it has none."""
+    """Family, version and billions of parameters in a name; empty or 0 if not in it."""
     version, size = _VERSION.search(name), _BILLIONS.search(name)
     family, number = version.groups() if version else ("", 0)
     return family, float(number), float(size[1]) if size else 0.0
@@ -107,7 +107,7 @@ def _told_by(name: str) -> tuple[str, float, float]:
 
 @cache
 def _spellings() -> dict[str, tuple[str, CatalogModel]]:
-    """Map every name in lower case to its model; a model's own name wins over last parts of ids."""
+    """Map every name in lower case to its model; a model's own name precedes last parts of ids."""
     spellings: dict[str, tuple[str, CatalogModel]] = {}
     for model in model_catalog():
         spellings[model.name.lower()] = (model.name, model)
@@ -240,7 +240,7 @@ _LIST = "`highwater models` lists the catalog"
 
 
 class ModelPlace(NamedTuple):
-    """Place of a model, found by its name."""
+    """Where a model was found by its name: directory, Hub id or catalog entry."""
 
     directory: Path
     """Absolute directory that holds the ``config.json``."""
@@ -254,8 +254,7 @@ class ModelPlace(NamedTuple):
 def model_place(name: str) -> ModelPlace:
     """Find a model by a directory, a ``config.json``, a Hub id or a catalog name.
 
-    Raises ModelError if nothing is there, or if it cannot be read; the hint says how to get
-    it.
+    Raises ModelError if there is no such model, or it cannot be read; the hint says how to get it.
     """
     try:
         directory = _named_directory(name)
@@ -290,7 +289,13 @@ def _named_directory(name: str) -> Path | None:
     if path.name == CONFIG and path.exists() and not path.is_dir():
         path = path.parent
     if (path / CONFIG).exists():
-        _refuse_irregular(path)
+        for each in sorted(path.iterdir()):  # opening a pipe or a device would block
+            if each.is_fifo() or each.is_char_device() or each.is_block_device():
+                raise ModelError(
+                    f"{each} is no regular file",
+                    hint=f"see what it is, `ls -lL {quote(str(each))}`, and put the model's file "
+                    "there",
+                )
     if (path / CONFIG).is_file():
         return _of_utf_8(path.resolve())
     if path.is_dir() and catalog_model(name) is None:
@@ -304,16 +309,6 @@ def _named_directory(name: str) -> Path | None:
             hint="give the directory of a Hugging Face model, or its config.json",
         )
     return None
-
-
-def _refuse_irregular(directory: Path) -> None:
-    """Raise ModelError for a pipe or device among a model's files: opening it would block."""
-    for path in sorted(directory.iterdir()):
-        if path.is_fifo() or path.is_char_device() or path.is_block_device():
-            raise ModelError(
-                f"{path} is no regular file",
-                hint=f"see what it is, `ls -lL {quote(str(path))}`, and put the model's file there",
-            )
 
 
 def _of_utf_8(directory: Path) -> Path:
@@ -359,8 +354,8 @@ _LIKE = 0.75
 
 
 def _by_name(name: str) -> str:
-    """Hint for an unknown model whose name shows a family that trains; empty if it shows none.
-    Raises ModelError for a family that is not trained: ``Llama-4-Scout``.
+    """Hint for an unknown model whose name begins with a trained family; empty if with none. Raises
+    ModelError for a family that is not trained: ``Llama-4-Scout``.
     """
     family = family_by_name(name)
     if family is None:

@@ -32,7 +32,7 @@ def yarn_parameters(factor: float | str, *, native_length_tokens: int) -> dict[s
 
 
 def kept_parameters(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a model's own RoPE block that stay when YaRN replaces the others."""
+    """Parameters of a model's own RoPE block that remain when YaRN replaces the others."""
     return {name: own[name] for name in _KEPT if own.get(name) is not None}
 
 
@@ -62,7 +62,7 @@ def ends_at_native(model: Model, rope: Rope) -> bool:
 
 
 class Yarn(Record, frozen=True, kw_only=True):
-    """The YaRN that a config needs for its positions to reach a length."""
+    """YaRN's parameters with which a model's positions reach a length."""
 
     factor: float
     """Length over native length."""
@@ -80,8 +80,8 @@ class Yarn(Record, frozen=True, kw_only=True):
 
 
 def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | None:
-    """The block that ``engine/models/rope.py`` writes for a length; None if positions stay as they
-    are. ``nouns/plan.py`` refuses a length that cannot be reached.
+    """YaRN's block for a length, as ``engine/models/rope.py`` writes it; None if positions are not
+    scaled. ``nouns/plan.py`` refuses lengths that YaRN cannot reach.
     """
     config, own = read_config(Path(model.directory, "config.json")), _own(model)
     native = model.shape.native_length_tokens

@@ -1,5 +1,5 @@
-"""RoPE's block in a ``config.json``, or the block of each kind of layer: read, and refused if
-transformers cannot build a model with it or ignores it.
+"""Read RoPE's block in a ``config.json``, or the block of each kind of layer; refuse a block that
+transformers ignores or cannot build a model with.
 
 Source: ``modeling_rope_utils.py`` and ``configuration_*.py`` of transformers 5.23;
 tests/numeric/test_configs_as_their_classes.py compares with those that are installed.
@@ -57,7 +57,16 @@ def rope_block(config: Mapping[str, Any], source: str) -> dict[str, Any]:
                 hint="call it rope_parameters, and give it a rope_theta; or remove rope_scaling",
             )
         if field == "rope_parameters" and row.has_rope_by_layer:
-            _refuse_missing_blocks(config, rope, source)
+            kinds = config.get("layer_types")
+            needed = {*map(str, kinds)} if isinstance(kinds, list) else {"full_attention"}
+            missing = sorted(needed - {*rope})
+            if missing:
+                raise ModelError(
+                    f"rope_parameters in {source} has no block for {', '.join(missing)}, which the "
+                    f"class of {family} needs",
+                    hint=f'write one for each kind of layer, for example "{missing[0]}": '
+                    '{"rope_type": "default", "rope_theta": 10000.0}',
+                )
         blocks = [each for each in rope.values() if isinstance(each, dict)]
         for block in blocks or [rope]:
             _refuse_unknown(block, field, family, source)
@@ -91,18 +100,4 @@ def _refuse_unknown(block: Mapping[str, Any], field: str, family: str, source: s
         raise ModelError(
             f"{field} in {source} has the rope_type {kind} and no {', '.join(missing)}",
             hint=f"add {', '.join(missing)} there, as the model was trained with",
-        )
-
-
-def _refuse_missing_blocks(config: Mapping[str, Any], rope: Mapping[str, Any], source: str) -> None:
-    """Raise ModelError for kinds of layers without a block, in a class that needs one for each."""
-    kinds = config.get("layer_types")
-    needed = {str(kind) for kind in kinds} if isinstance(kinds, list) else {"full_attention"}
-    missing = sorted(needed - {*rope})
-    if missing:
-        raise ModelError(
-            f"rope_parameters in {source} has no block for {', '.join(missing)}, which the class "
-            f"of {config['model_type']} needs",
-            hint=f'write one for each kind of layer, for example "{missing[0]}": {{"rope_type": '
-            '"default", "rope_theta": 10000.0}',
         )

@@ -66,6 +66,13 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     """Return all files that hold the weights; empty if there are none. Raises ModelError for an
     index that names missing files, and for weights that are unreadable or not a whole model's.
     """
+    adapters = ("adapter_config.json", "adapter_model.safetensors")
+    found = [path.name for path in _files(directory) if path.name in adapters]
+    if found:
+        raise ModelError(
+            f"{directory} holds an adapter ({found[0]}), which changes the model beside it",
+            hint="merge it with PEFT's merge_and_unload(), save the model, and give that directory",
+        )
     for name in (
         "model.safetensors",
         "model.safetensors.index.json",
@@ -73,13 +80,23 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         "pytorch_model.bin.index.json",
     ):
         if (directory / name).is_file():
-            _refuse_adapter(directory)
             return _indexed(directory / name) if name.endswith(".json") else (directory / name,)
     shards = sorted(path for path in _files(directory) if _SHARD.fullmatch(path.name))
     if shards:
-        _refuse_adapter(directory)
         return _all_of(shards)
-    _refuse_what_is_no_model(directory)
+    kinds = (
+        *("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*"),
+        *("*.gguf", "tf_model*.h5", "*.msgpack"),
+    )
+    unread = sorted(path.name for kind in kinds for path in _files(directory, kind))
+    if unread:  # random weights would be trained in their place
+        raise ModelError(
+            f"{directory} has weights that are not in Hugging Face's files: "
+            f"{', '.join(unread[:3])}",
+            hint="save the model with transformers' save_pretrained, which writes "
+            "model.safetensors, and give that directory; a copy of config.json alone trains "
+            "random weights",
+        )
     return ()
 
 
@@ -104,7 +121,8 @@ def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
         )
     # only gpt-oss: files do not say how another family's blocks are laid out
     is_mxfp4 = method == MXFP4 and config.get("model_type") == "gpt_oss"
-    refuse_quantised_tensor(_quantised_tensor(_versions(directory), is_mxfp4=is_mxfp4), directory)
+    dtypes = {name: tensor.dtype for name, tensor in _tensors(_versions(directory)).items()}
+    refuse_quantised_tensors(dtypes, directory, is_mxfp4=is_mxfp4)
 
 
 def configured_method(config: Mapping[str, Any], source: Path) -> str | None:
@@ -124,9 +142,11 @@ def configured_method(config: Mapping[str, Any], source: Path) -> str | None:
     return None
 
 
-def quantised_tensor(dtypes: Mapping[str, str], *, is_mxfp4: bool) -> str | None:
-    """Say what shows that tensors are quantised, by their names and dtypes (as in safetensors);
-    None if nothing does. With ``is_mxfp4``, pairs of blocks and scales are ignored.
+def refuse_quantised_tensors(
+    dtypes: Mapping[str, str], directory: Path, *, is_mxfp4: bool = False
+) -> None:
+    """Raise ModelError for quantised tensors, by their names and dtypes (as in safetensors). With
+    ``is_mxfp4``, pairs of blocks and scales are ignored.
     """
     for name, dtype in dtypes.items():
         if is_mxfp4 and _has_partner(name, dtypes):
@@ -136,23 +156,17 @@ def quantised_tensor(dtypes: Mapping[str, str], *, is_mxfp4: bool) -> str | None
         if mark is None and dtype.startswith(_NARROW) and not name.endswith("bias"):
             mark = f"numbers of dtype {dtype}"
         if mark is not None:
-            return f"{mark}: they hold {name}"
-    return None
-
-
-def refuse_quantised_tensor(found: str | None, directory: Path) -> None:
-    """Raise ModelError if ``quantised_tensor`` found anything."""
-    if found is not None:
-        raise ModelError(
-            f"the weights in {directory} are quantised ({found}) and cannot be trained as they are",
-            hint=_UNQUANTISED,
-        )
+            raise ModelError(
+                f"the weights in {directory} are quantised ({mark}: they hold {name}) and cannot "
+                "be trained as they are",
+                hint=_UNQUANTISED,
+            )
 
 
 def unties(directory: Path) -> bool:
     """True if the files hold a head and an embedding with different values, which transformers does
-    not tie, whatever the config says. Equal ones are compared to the last byte: seconds for a large
-    vocabulary. Raises ModelError if their dtypes differ.
+    not tie, whatever the config says. Equal tensors are compared to the last byte: seconds for a
+    large vocabulary. Raises ModelError if their dtypes differ.
     """
     tensors = saved_tensors(directory)
     heads = [name for name in tensors if name.removeprefix("language_model.") in _HEADS]
@@ -208,33 +222,6 @@ def _all_of(shards: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(shards)
 
 
-def _refuse_adapter(directory: Path) -> None:
-    adapters = ("adapter_config.json", "adapter_model.safetensors")
-    found = next((path.name for path in _files(directory) if path.name in adapters), None)
-    if found is not None:
-        raise ModelError(
-            f"{directory} holds an adapter ({found}), which changes the model beside it",
-            hint="merge it with PEFT's merge_and_unload(), save the model, and give that directory",
-        )
-
-
-def _refuse_what_is_no_model(directory: Path) -> None:
-    """Raise ModelError for weights that are not read: random weights would be trained instead."""
-    _refuse_adapter(directory)
-    kinds = (
-        *("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*"),
-        *("*.gguf", "tf_model*.h5", "*.msgpack"),
-    )
-    found = sorted(path.name for kind in kinds for path in _files(directory, kind))
-    if found:
-        raise ModelError(
-            f"{directory} has weights that are not in Hugging Face's files: {', '.join(found[:3])}",
-            hint="save the model with transformers' save_pretrained, which writes "
-            "model.safetensors, and give that directory; a copy of config.json alone trains "
-            "random weights",
-        )
-
-
 def _files(directory: Path, pattern: str = "*") -> list[Path]:
     try:
         return [path for path in directory.glob(pattern) if path.is_file()]
@@ -243,7 +230,7 @@ def _files(directory: Path, pattern: str = "*") -> list[Path]:
 
 
 def _versions(directory: Path) -> tuple[tuple[Path, int, int], ...]:
-    """Return the safetensors files, with time and size, by which a cache detects changes."""
+    """Return the safetensors files, with times and sizes, as the key of a cache."""
     files = [file for file in weight_files(directory) if file.suffix == ".safetensors"]
     try:
         return tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
@@ -297,7 +284,7 @@ def _entry(file: Path, entry: Any, data: int, size: int) -> SavedTensor:
 
 
 def _has_partner(name: str, dtypes: Mapping[str, str]) -> bool:
-    """True for blocks whose scales are there, and for scales whose blocks are there."""
+    """True for MXFP4 blocks if their scales exist, and for scales if their blocks exist."""
     for end, other in ((MXFP4_BLOCKS, MXFP4_SCALES), (MXFP4_SCALES, MXFP4_BLOCKS)):
         if name.endswith(end):
             return dtypes[name] == dtypes.get(name.removesuffix(end) + other) == "U8"
@@ -305,14 +292,8 @@ def _has_partner(name: str, dtypes: Mapping[str, str]) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _quantised_tensor(files: tuple[tuple[Path, int, int], ...], *, is_mxfp4: bool) -> str | None:
-    dtypes = {name: tensor.dtype for name, tensor in _tensors(files).items()}
-    return quantised_tensor(dtypes, is_mxfp4=is_mxfp4)
-
-
-@lru_cache(maxsize=16)
 def _same_bytes(one: SavedTensor, other: SavedTensor, _: tuple[tuple[Path, int, int], ...]) -> bool:
-    """True if two tensors of one shape and dtype have the same bytes; cached by file versions."""
+    """True if two tensors of equal shape and dtype have equal bytes; cached by file versions."""
     with open_regular(one.file) as first, open_regular(other.file) as second:
         for offset in range(0, one.end - one.begin, _COMPARED_BYTES):
             length = min(_COMPARED_BYTES, one.end - one.begin - offset)

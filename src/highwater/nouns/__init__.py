@@ -1,1 +1,1 @@
-"""The nouns (docs/concepts/words.md): frozen, validated at construction, encoded by ``codec``."""
+"""The shared records (docs/concepts/words.md): frozen, validated when made, stored as JSON."""

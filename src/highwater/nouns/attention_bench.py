@@ -1,4 +1,4 @@
-"""A benchmark of attentions: what is asked, what each process measured, and the answer."""
+"""Records of an attention benchmark: the order, what each process measured, and the result."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -78,9 +78,9 @@ CLASSES: Mapping[str, str] = {
 
 
 def implementations_named(words: Sequence[str], *, has_pattern: bool = False) -> tuple[str, ...]:
-    """The named implementations, in the catalog's order; all where none is named. ``block_sparse``
-    stands for ``SHARES`` unless a pattern was typed (``has_pattern``). Raises UsageError for an
-    unknown name, with the nearest.
+    """The named implementations, in the catalog's order; all implementations if ``words`` is empty.
+    ``block_sparse`` stands for each of ``SHARES`` unless the user gave a pattern (``has_pattern``).
+    Raises UsageError for an unknown name, with the most similar known name.
     """
     names = (*IMPLEMENTATIONS, *CLASSES)
     for word in words:
@@ -131,7 +131,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     """On the CPU: threads of each process."""
 
     def next_length(self, tried: Mapping[int, bool], *, most: int) -> int | None:
-        """The next length up to ``most``: named, or by doubling, then bisection; None: no more."""
+        """Next length to measure, up to ``most``: named, or by doubling and bisection; or None."""
         if self.lengths:
             left = (each for each in self.lengths if each <= most and each not in tried)
             return min(left, default=None)
@@ -147,7 +147,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
         return middle if fits < middle < fails else None
 
     def entries(self) -> Iterator[tuple[str, Mode]]:
-        """Implementations and modes, in the order in which they are measured."""
+        """Yield each implementation with each of its modes, in the order of measurement."""
         modes = {name: IMPLEMENTATIONS[name].modes for name in self.implementations}
         single = [name for name in modes if "single" in modes[name]]
         for name in single:
@@ -161,7 +161,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
                     yield name, mode
 
     def what(self, name: str) -> str:
-        """Description of an implementation as measured: its pattern, segments and rates."""
+        """Description of the measured implementation: its pattern, segments and rates."""
         own = IMPLEMENTATIONS[name]
         words = [own.what]
         if own.takes_pattern:
@@ -172,7 +172,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
         return "; ".join(words)
 
     def alone(self, name: str) -> str:
-        """The name of the attention on one GPU that an implementation is compared with."""
+        """Name of the implementation, on one GPU, that implementation ``name`` is compared with."""
         own = IMPLEMENTATIONS[name].alone or name
         return "block_sparse" if name in self.patterns and own != name else own
 
@@ -204,7 +204,7 @@ class BenchCheck(Record, frozen=True, kw_only=True):
 
 
 class Entry(NamedTuple):
-    """An attention, a use of GPUs and a direction: the subject of a line of the report."""
+    """An implementation, a mode and a direction: what one line of the report is about."""
 
     implementation: str
     mode: Mode
@@ -212,7 +212,7 @@ class Entry(NamedTuple):
 
 
 class OfEntry(Record, frozen=True, kw_only=True):
-    """Base of records about one entry."""
+    """Base of records about one implementation, mode and direction."""
 
     implementation: str
     mode: Mode
@@ -253,7 +253,7 @@ class BenchRow(OfEntry, frozen=True, kw_only=True):
 
 
 class NotRun(Record, frozen=True, kw_only=True):
-    """An implementation and mode that was asked for and does not run here."""
+    """An implementation and mode that was requested but cannot run on this machine."""
 
     implementation: str
     mode: Mode
@@ -302,7 +302,7 @@ class BenchShare(Record, frozen=True, kw_only=True):
         )
 
     def next_case(self) -> BenchRow | None:
-        """The case after those that are done; None at the end."""
+        """The next case to measure, after those in ``rows``; None if all are measured."""
         most = self.order.most_tokens
         if self.implementation == "reference":
             most = min(most, REFERENCE_TOKENS[self.order.device])
@@ -325,7 +325,7 @@ class BenchShare(Record, frozen=True, kw_only=True):
 
 
 class BenchPart(Record, frozen=True, kw_only=True):
-    """Report of one process of a group on its part: a result, or how else it ended."""
+    """Report of one process on its part of a case: a result, or the way it failed."""
 
     ending: PartEnding = "done"
     reason: str = ""
@@ -339,7 +339,7 @@ class BenchPart(Record, frozen=True, kw_only=True):
 
 
 class AttentionBench(Record, frozen=True, kw_only=True):
-    """A benchmark: what was asked, on which machine, and all that was measured."""
+    """A benchmark's result: its order, the machine, and all checks and measurements."""
 
     made_at: str
     """Date and time, ISO 8601."""

@@ -1,5 +1,5 @@
-"""Capacities: the longest length of one model on some GPUs with some settings, whoever found it:
-a study, a prediction, or a published table (memory/table_accuracy.py).
+"""Capacities: the longest length of one model on some GPUs with some settings, from a study, a
+prediction, or a published table (memory/table_accuracy.py).
 """
 
 from typing import Literal
@@ -19,7 +19,7 @@ Source = Literal["measured", "simulated", "predicted", "published"]
 
 
 class Capacity(Record, frozen=True, kw_only=True):
-    """One cell's bracket: known fits and failures, and unknown between (docs/decisions/018)."""
+    """A cell's bracket: the longest length that fit, the shortest that did not."""
 
     model_name: str
     config_digest: str | None
@@ -47,7 +47,7 @@ class Capacity(Record, frozen=True, kw_only=True):
     """File that has it, or the command that predicts it."""
 
     def fits(self, length_tokens: int) -> bool | None:
-        """True if a length fits, by its own trials or else by the bracket; None: unknown."""
+        """True if a length fits, by its own trial or outside the bracket; None: unknown."""
         fails = self.does_not_fit_tokens
         if self.capacity_tokens < length_tokens and (fails is None or length_tokens < fails):
             return None
@@ -56,9 +56,9 @@ class Capacity(Record, frozen=True, kw_only=True):
         return (length_tokens <= self.capacity_tokens) != (length_tokens in self.odd_tokens)
 
     def _follows(self, length_tokens: int) -> bool:
-        """True if the bracket tells whether a length fits that it does not end at. With a token
-        budget a shorter length may pack more tokens than the longest that fit, and a longer one
-        fewer than the one that did not: about these it tells nothing.
+        """True if the bracket tells whether another length fits. With a token budget a shorter
+        length may pack more tokens into a micro-batch than the longest that fit, and a longer
+        length fewer than the shortest that did not: the bracket tells nothing about either.
         """
         settings, degree = self.cell.settings, self.cell.layout.context_degree
         if settings.token_budget_tokens is None:
@@ -74,7 +74,7 @@ class Capacity(Record, frozen=True, kw_only=True):
 
 
 def simplest(capacities: tuple[Capacity, ...], length_tokens: int) -> Capacity | None:
-    """The simplest capacity of one model on some GPUs that trains a length; None: none does."""
+    """The capacity with the simplest settings that fits a length; None if no capacity does."""
     return next((each for each in in_order(capacities) if each.fits(length_tokens)), None)
 
 
@@ -88,7 +88,7 @@ def may_be_simpler(
 
 
 def in_order(capacities: tuple[Capacity, ...]) -> list[Capacity]:
-    """The capacities, simplest first; of one cell, full training before memory-only."""
+    """Sort capacities by their settings, simplest first; full training before memory-only."""
     return sorted(capacities, key=lambda each: (simplicity(each.cell), each.is_memory_only))
 
 
@@ -100,7 +100,7 @@ def study_capacities(study: Study) -> tuple[Capacity, ...]:
 
 
 def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
-    """A cell's answer as capacities, or its trials so far; a memory-only one stands apart."""
+    """A cell's capacities, by its answer or its trials so far: full training, then memory-only."""
     answer = study.answer_of(cell)
     if answer is None:
         memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
@@ -145,7 +145,7 @@ def _capacity(
 
 
 def _shortest_failure(study: Study, cell: Cell, longest_fit: int) -> int | None:
-    """The shortest failure above the longest fit, by memory or by the headroom asked for."""
+    """The shortest length above ``longest_fit`` that did not fit, or left too little headroom."""
     failed = (
         spec.length_tokens
         for spec, result in study.told_by(cell)

@@ -36,10 +36,10 @@ _RECOMPUTE_ORDER = ("none", "all-but-attention", "layer")
 def default_ladder(
     *, device: str, base: Settings, allocator: Allocator | None = None, loss: Loss | None = None
 ) -> tuple[Settings, ...]:
-    """Rungs that `highwater find` tries, cheapest first. Naming an allocator or a loss keeps the
-    rungs with it; naming both makes one rung, on the ladder or not. On the CPU there is one
-    allocator, the operating system's: only the loss varies. A reward model has no logits to chunk,
-    and where the entropy is chunked they already are.
+    """Rungs that `highwater find` tries, cheapest first. Naming an allocator or a loss keeps only
+    the rungs that have it; naming both gives one rung. On the CPU only the loss varies, as there is
+    one allocator. A reward model has no logits to chunk, and with a chunked entropy the logits are
+    chunked already.
     """
     ladder = _CPU_LADDER if device == "cpu" else _GPU_LADDER
     if base.traits.gives_scalars or base.entropy == "chunked":
@@ -51,9 +51,9 @@ def default_ladder(
 
 
 def simplicity(cell: Cell) -> tuple[int, ...]:
-    """A key to sort cells with equally many GPUs by, the simplest first, in the published guide's
-    order: more Ulysses before offload, with activations on the host between them. Cells of one
-    degree are in order of allocator and loss, then of what is recomputed or computed in tiles.
+    """Sort key of cells on equally many GPUs, the simplest first, in the published guide's order: a
+    higher Ulysses degree before offload, with activations on the host between them. Cells of equal
+    degree are sorted by allocator and loss, then by what is recomputed or computed in tiles.
     """
     settings = cell.settings
     return (
@@ -83,8 +83,8 @@ def cells_of(
     machines: int = 1,
     longest_tokens: int | None = None,
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
-    """Every layout that can work, on every rung, and a note for each layout that is skipped.
-    ``has_ring``: the trainer can share sequences by a ring. ``within_machines``: no copy of the
+    """Cells of every layout that can work on every rung, and a note for each layout that is
+    skipped. ``has_ring``: the trainer has ring attention. ``within_machines``: no copy of the
     states and no sequence may span machines; ``machines``: how many were named, else 1.
     ``longest_tokens``: the longest document; None: unknown. Raises UsageError if no layout works.
     """
@@ -131,7 +131,7 @@ def cells_of(
 def within_token_budget(
     cells: tuple[Cell, ...], grid: Grid, device: Device
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
-    """The cells whose token budget holds the start length (all if none), and notes on others."""
+    """Cells whose token budget holds the start length, or all if none does; notes on the others."""
     kept = [
         cell
         for cell in cells
@@ -148,7 +148,7 @@ def within_token_budget(
 
 
 def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
-    """Why this many GPUs cannot share a sequence by heads, in words; None: they can."""
+    """Reason why ``degree`` GPUs cannot share a sequence by heads (Ulysses); None if they can."""
     if shape.query_heads % degree:
         return f"{degree} does not divide the model's {shape.query_heads} query heads"
     softmax = (run.kind.attention for run in shape.runs if run.kind.attention.delta is None)
@@ -161,7 +161,7 @@ def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
 
 
 def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
-    """Why no ring shares documents up to this length (None: unknown), in words; None: one can."""
+    """Reason why a ring cannot share documents up to this length (None: unknown), else None."""
     if shape.caps_scores:
         return "a ring does not cap the scores of attention (attn_logit_softcapping)"
     if shape.widest_head > WIDEST_FUSED_HEAD:
@@ -176,7 +176,7 @@ def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
 
 
 def _sparse_obstacle(pattern: SparsePatternConfig, device: Device) -> str | None:
-    """Why a ring cannot attend by this pattern, in words; None: it can."""
+    """Reason why ring attention cannot use this sparse pattern; None if it can."""
     if pattern.follows_content:
         return "block_top_k chooses keys by what is in them, which no rank of a ring knows"
     if device == "cuda":
@@ -185,7 +185,7 @@ def _sparse_obstacle(pattern: SparsePatternConfig, device: Device) -> str | None
 
 
 class _Degrees(NamedTuple):
-    """A layout that was asked for, valid or not."""
+    """A requested layout, valid or not."""
 
     gpus: int
     ulysses: int
@@ -222,7 +222,7 @@ class _Degrees(NamedTuple):
         )
 
     def label_on(self, device: Device) -> str:
-        """``Ulysses 2, ring 3 on 6 GPUs``."""
+        """Text of a layout: ``Ulysses 2, ring 3 on 6 GPUs``."""
         # a valid layout, of as many GPUs as the degrees need, spells them
         gpus = self.ulysses * self.ring * self.copies
         whole = self._replace(gpus=gpus, machines=1).layout
@@ -231,7 +231,7 @@ class _Degrees(NamedTuple):
 
 
 class _Bounds(NamedTuple):
-    """Bounds of the layouts that can work, for any number of GPUs."""
+    """Limits within which layouts can work, for any number of GPUs."""
 
     shape: ModelShape
     device: Device
@@ -249,7 +249,7 @@ class _Bounds(NamedTuple):
     """Machines that were named; 1 where none were."""
 
     def obstacle(self, asked: _Degrees) -> str | None:
-        """Why a layout cannot work, in words; None: it can."""
+        """Reason why a layout cannot work; None if it can."""
         ranks, context = counted_ranks(asked.gpus, self.device), asked.context
         if asked.gpus % context:
             product_ = f" x {asked.ring} = {context}" if asked.ring > 1 else ""
@@ -281,7 +281,7 @@ class _Bounds(NamedTuple):
         return across or heads_obstacle(self.shape, asked.ulysses)
 
     def _across_machines(self, layout: Layout) -> str | None:
-        """Why machines would share a copy or a sequence, in words; None: they do not."""
+        """Reason why this layout splits a copy or a sequence over machines; None: it does not."""
         if not layout.is_several_machines:
             return None
         if layout.machines and layout.machine_gpus % layout.shard_degree:
@@ -302,7 +302,7 @@ class _Bounds(NamedTuple):
         return None
 
     def layouts(self, gpus: int) -> Iterator[_Degrees]:
-        """Every layout of so many GPUs that can work."""
+        """Yield every layout of ``gpus`` GPUs that can work."""
         divisors = [each for each in range(1, gpus + 1) if gpus % each == 0]
         rings = divisors if self.has_ring else [1]
         degrees = product(divisors, rings, divisors)
@@ -313,7 +313,7 @@ class _Bounds(NamedTuple):
 def _offers(
     refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
 ) -> str:
-    """Flags that work: of the layouts nearest to the refused, and of Ulysses degrees alone."""
+    """Flags that work: of the layouts nearest to the refused one, and of Ulysses alone."""
     beside = ""
     if all(next(bounds.layouts(gpus), None) is None for gpus in counts):
         # several machines need copies, which FSDP1 has not
@@ -335,7 +335,7 @@ def _offers(
 
 
 def _nearest(refused: _Degrees, bounds: _Bounds) -> _Degrees:
-    """The layout that works and is most like a refused one: first in sharing, then in copies."""
+    """The valid layout most like an invalid one: closest in sequence sharing, then in copies."""
 
     def distance(each: _Degrees) -> tuple[int, ...]:
         context = abs(each.context - refused.context)

@@ -1,4 +1,4 @@
-"""Cluster: GPUs that are not here, as a user names them.
+"""Cluster: a user's description of GPUs that need not be in this machine.
 
 ``4xA100-80GB``, ``H200-141GB``, ``2x8xH100-80GB`` of two machines, or ``8`` of this machine's kind.
 """
@@ -62,7 +62,7 @@ _WORD, _ALIKE = 3, 0.6
 
 
 class Cluster(Record, frozen=True, kw_only=True):
-    """GPUs of one kind, and what each can hold."""
+    """GPUs of one kind, and the memory of each."""
 
     gpus: int
     device_name: str
@@ -84,17 +84,17 @@ class Cluster(Record, frozen=True, kw_only=True):
 
     @property
     def typed(self) -> str:
-        """The GPUs as ``--gpus`` takes them: ``2x8xH100-80GB``; an unlisted kind is left out."""
+        """Text of ``--gpus`` for this cluster: ``2x8xH100-80GB``; unlisted kinds are left out."""
         known = self.device_name if kind_of(self.device_name) else None
         return _typed(self.gpus, known, machines=self.machines)
 
     def on_one_machine(self) -> "Cluster":
-        """The GPUs of one of the machines, at most as many as a machine can have."""
+        """The GPUs of one machine of the cluster, at most as many as a machine can have."""
         own = self.gpus // self.machines if self.machines > 1 else MOST_GPUS_OF_A_MACHINE
         return self.replace(gpus=min(own, self.gpus), machines=1)
 
     def machine(self) -> Machine:
-        """A machine with these GPUs and nothing else known."""
+        """A machine with these GPUs; all its other properties are unknown."""
         gpu = Gpu(
             index=0,
             name=self.device_name,
@@ -114,10 +114,10 @@ class Cluster(Record, frozen=True, kw_only=True):
 
 
 def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine | None) -> Cluster:
-    """Read ``--gpus`` and ``--gpu-memory``: a count and a kind of the catalog, or either alone;
-    before both a number of machines that have so many each. ``machine`` is this one, if it was
-    probed: a count without a kind, or no text, means its GPUs. Raises UsageError for a kind that is
-    not known, or whose memory is not; MachineError for one that cannot train.
+    """Read ``--gpus`` and ``--gpu-memory``: a count, a kind of the catalog, or both, after an
+    optional number of machines with that count each. ``machine`` is this machine, if it was probed:
+    a count without a kind, or no text, means its GPUs. Raises UsageError for an unknown kind, or a
+    kind whose memory is unknown; MachineError for a kind that cannot train.
     """
     named = _parse(text)
     if gpu_memory_bytes is not None:
@@ -127,7 +127,7 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
 
 
 class _Named(NamedTuple):
-    """GPUs as they were typed."""
+    """The parts of a ``--gpus`` text."""
 
     machines: int = 1
     gpus: int | None = None
@@ -175,7 +175,7 @@ def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster
 
 
 def names_no_kind(text: str) -> bool:
-    """True if a text has only numbers: this machine's GPUs, or any GPUs of a given memory."""
+    """True if a text has only counts, ``8`` or ``2x8``, and names no kind of GPU."""
     return re.fullmatch(r"\s*\d+(?:\s*[xX×*]\s*\d+)?\s*", text) is not None
 
 
@@ -185,7 +185,7 @@ def kinds_named(text: str | None) -> tuple[str, ...]:
 
 
 def has_count(text: str) -> bool:
-    """True if a text has a number of GPUs, or no kind of them: of ``A100`` neither is true."""
+    """True if a text has a number of GPUs, or names no kind; false for ``A100``."""
     named = _parse(text)
     return named.kind is None or named.gpus is not None
 
@@ -199,8 +199,8 @@ def refuse_small_gpu(memory_bytes: int) -> None:
 
 
 def card_memory(text: str, read: Callable[[str], int] = parse_memory) -> int:
-    """Bytes of a GPU's memory, as ``--gpu-memory`` takes it. Raises UsageError for a size that
-    cards are sold by, ``24GB``: each card's driver reports less, and the hint says how much.
+    """Parse ``--gpu-memory``, to bytes. Raises UsageError for a nominal size that GPUs are sold by,
+    ``24GB``: the driver of each such GPU reports less, and the hint says how much.
     """
     sold = _SOLD.fullmatch(text)
     most_bytes = int(sold[1]) * GIB if sold else 0
@@ -219,7 +219,7 @@ def card_memory(text: str, read: Callable[[str], int] = parse_memory) -> int:
 
 
 def nameless(device_bytes: int) -> str:
-    """A name for GPUs of which only the memory is known."""
+    """Display name for GPUs of which only the memory, in bytes, is known."""
     return f"a GPU of {format_bytes(device_bytes)}"
 
 
@@ -272,7 +272,7 @@ def _counted(digits: str, text: str) -> int:
 
 
 def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
-    """The kind by the catalog's or a driver's name. UsageError: unknown, or of another memory."""
+    """The GPU kind by its catalog or driver name. UsageError: unknown, or of different memory."""
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     said = re.sub(r"[\s_-]+", " ", name.lower()).strip()
     found = kinds.get(name.lower()) or kind_of(name) or kind_by_number(name)
@@ -305,7 +305,7 @@ def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
 
 
 def _contradicting_size(name: str, kind: GpuKind) -> int | None:
-    """The size in GB that a name says and its kind has not; None: they agree."""
+    """The size in GB in ``name`` that no GPU of this kind has; None if there is no such size."""
     matches = map(_SIZE.fullmatch, re.split(r"[\s-]+", name.lower()))
     said = (int(match[1]) for match in matches if match)
     own = (size for size in said if size not in kind.host_gigabytes)
@@ -313,14 +313,14 @@ def _contradicting_size(name: str, kind: GpuKind) -> int | None:
 
 
 def _has(kind: GpuKind, size: int) -> bool:
-    """True if the kind is sold with so many GB, by its memory or else its name."""
+    """True if the kind is sold with ``size`` GB: by its memory, or if unknown by its name."""
     if kind.usable_bytes is None:
         return "gb" not in kind.name.lower() or f"{size}gb" in kind.name.lower()
     return _SAME_FROM * size * GIB < kind.usable_bytes <= size * GIB
 
 
 def _near(name: str) -> GpuKind | None:
-    """The kind that an unlisted name may mean: of the same number and nearly the same letters."""
+    """The kind that an unlisted name may mean: with the same number and almost the same letters."""
     typed = _numbered(name)
     if typed is None:
         return None
@@ -333,13 +333,13 @@ def _near(name: str) -> GpuKind | None:
 
 
 def kind_by_number(name: str) -> GpuKind | None:
-    """The only kind whose name has this number of four digits: ``4090``; None: there is none."""
+    """The only kind whose name contains this four-digit number: ``4090``; None without one."""
     having = [kind for kind in gpu_catalog() if re.search(rf"\b{re.escape(name)}\b", kind.name)]
     return having[0] if re.fullmatch(r"\d{4}", name) and len(having) == 1 else None
 
 
 def _numbered(name: str) -> tuple[str, str, str] | None:
-    """A card's number, the letters before it and those right behind; None without a number."""
+    """A GPU's number, and the letters before and right after it; None if a name has no number."""
     match = _NUMBER.match(re.sub(r"[^a-z0-9]+", " ", name.lower()).strip())
     return None if match is None else (match[1].replace(" ", ""), match[2], match[3])
 
@@ -353,13 +353,13 @@ def _is_meant(kind: GpuKind, before: str, number: str, behind: str) -> bool:
 
 
 def _family(name: str) -> str:
-    """``h100`` of ``H100-80GB``; the whole name, if its first word has no number."""
+    """The family of a kind's name: ``h100`` of ``H100-80GB``; all of it without a digit."""
     first = name.lower().partition("-")[0]
     return first if any(letter.isdecimal() for letter in first) else name.lower()
 
 
 def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, name: str) -> str:
-    """A hint to type: the kind, or where none is meant the memory of what was typed, ``name``."""
+    """Hint for an unknown kind ``name``: the most similar kind, or else ``--gpu-memory``."""
     if gpu_memory_bytes is None and kind is not None and kind.usable_bytes is not None:
         alike = [each for each in gpu_catalog() if _family(each.name) == _family(name)] or [kind]
         named = (
@@ -374,8 +374,9 @@ def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, na
 
 
 def own_memory(name: str, gpus: str = "") -> str:
-    """A hint to type for a GPU whose memory no catalog has. A size in its name is taken as so many
-    10⁹ bytes, never more than it has; without one the driver tells. ``gpus``: flags in front.
+    """A hint to type for a GPU not in the catalog: ``--gpu-memory`` with the size in its name,
+    taken as 10⁹ bytes each so as not to exceed the real memory; else what `nvidia-smi` shows.
+    ``gpus``: flags before it.
     """
     said = _SAID_SIZE.search(name.lower())
     if said is None:
@@ -388,7 +389,7 @@ def own_memory(name: str, gpus: str = "") -> str:
 
 
 def _typed(gpus: int, kind: str | None, *, machines: int = 1) -> str:
-    """GPUs as ``--gpus`` takes them: too many for one machine on several, of 8 where that works."""
+    """Text for ``--gpus``; more GPUs than a machine can have are split into several machines."""
     if machines == 1 and gpus > MOST_GPUS_OF_A_MACHINE:
         usual = (8, *range(MOST_GPUS_OF_A_MACHINE, 0, -1))
         machines = gpus // next(own for own in usual if gpus % own == 0)
@@ -397,7 +398,7 @@ def _typed(gpus: int, kind: str | None, *, machines: int = 1) -> str:
 
 
 def _size(count: int) -> str:
-    """The size as one types it: ``60.5GiB``, or the bytes themselves."""
+    """Text of a size as a user types it: ``60.5GiB``, or the exact number of bytes."""
     spellings = (f"{count / GIB:.{digits}g}" for digits in (6, 15))
     exact = (
         f"{text}GiB"

@@ -30,20 +30,20 @@ class Record(
     """Base of every record: immutable, keyword-only, unknown fields refused when read."""
 
     def replace(self, **changes: Any) -> Self:
-        """The record with some of its fields changed, which is checked as any new one."""
+        """A copy of the record with some fields changed; it is validated again."""
         return msgspec.structs.replace(self, **changes)
 
 
 def to_json(value: object, *, indent: int = 0) -> str:
-    """JSON text of a record, keys in declaration order: the same value is the same text."""
+    """JSON text of a record, keys in declaration order: equal values give equal text."""
     encoded = msgspec.json.encode(value)
     return (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode()
 
 
 def from_json(text: str | bytes, kind: type[T]) -> T:
-    """Read the record of type ``kind`` in ``text``. Raises msgspec.ValidationError for fields that
-    are missing, unknown or of the wrong type, msgspec.DecodeError for text that is no JSON, and
-    HighwaterError for values that cannot be.
+    """Decode JSON as a record of type ``kind``. Raises msgspec.ValidationError for missing or
+    unknown fields and wrong types, msgspec.DecodeError for text that is not JSON, and
+    HighwaterError for values that the record refuses.
     """
     try:
         return msgspec.json.decode(text, type=kind)
@@ -52,17 +52,17 @@ def from_json(text: str | bytes, kind: type[T]) -> T:
 
 
 def packaged(name: str, kind: type[T]) -> T:
-    """The record in a JSON file that comes with this package: ``nouns/catalog/gpus.json``."""
+    """Read a record from a JSON file of this package: ``nouns/catalog/gpus.json``."""
     return from_json(Path(__file__).parents[1].joinpath(name).read_bytes(), kind)
 
 
 def to_builtins(value: object) -> Any:
-    """The record as dicts, lists, strings and numbers."""
+    """The record as plain dicts, lists, strings and numbers."""
     return msgspec.to_builtins(value)
 
 
 def from_builtins(value: object, kind: type[T]) -> T:
-    """The record of type ``kind`` in dicts, lists, strings and numbers; errors as ``from_json``."""
+    """Make a record of type ``kind`` from dicts and lists; raises the errors of ``from_json``."""
     return msgspec.convert(value, type=kind)
 
 
@@ -100,8 +100,8 @@ same reason the default of a recorded field never changes."""
 
 def key_of(value: msgspec.Struct, *, without: tuple[str, ...], blank: tuple[str, ...] = ()) -> str:
     """The digest of a record: equal records, equal keys, on any machine and in any later version.
-    Fields named in ``without`` or ``blank``, of this record or of any within it, are no part of its
-    identity: keys never had the first, and have null for the second.
+    Fields named in ``without`` or ``blank``, of this record or of any within it, are not part of
+    its identity: the former are left out, the latter are null.
     """
     return digest(_identified(value, without, blank))
 
@@ -139,7 +139,7 @@ index of 100,000 pieces has about 20 MiB, a state of a million steps as much."""
 
 
 def record_in(path: Path, kind: type[T], *, called: str, what: str, hint: str) -> T:
-    """The JSON record in a user's file, which errors call ``called``; UsageError: not ``what``."""
+    """Read a JSON record from a user's file, ``called`` so in errors; UsageError: not ``what``."""
     try:
         return from_json(read_file(path, most_bytes=CONFIG_BYTES), kind)
     except OSError as error:
@@ -150,7 +150,7 @@ def record_in(path: Path, kind: type[T], *, called: str, what: str, hint: str) -
 
 
 def read_file(path: Path, *, most_bytes: int) -> bytes:
-    """The content of a regular file up to ``most_bytes``; OSError for any other, as a pipe."""
+    """Content of a regular file of at most ``most_bytes``; OSError for any other file."""
     content = bytearray()
     with open_regular(path) as file:
         # in pieces: to read up to a bound at once takes memory for all of it
@@ -164,7 +164,7 @@ def read_file(path: Path, *, most_bytes: int) -> bytes:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A regular file, open to be read; raises OSError for any other, a pipe or a device."""
+    """Open a regular file for reading; raises OSError for a folder, a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         refuse_irregular(descriptor, path)
@@ -175,7 +175,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def refuse_irregular(descriptor: int, path: Path) -> None:
-    """Raise OSError if an opened file is not a regular one."""
+    """Raise OSError if an opened file is a folder, a pipe or a device."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -184,8 +184,8 @@ def refuse_irregular(descriptor: int, path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes, *, durably: bool = False) -> None:
-    """Write a file whole, or not at all, while others may write the same; ``durably``: synced to
-    the disk, with its name, by one process at a time, which overwrites what a killed one left.
+    """Write a file atomically, though other processes may write it at the same time. ``durably``:
+    also sync the file and its name to the disk; then only one process at a time may write it.
     """
     writer = "" if durably else f".{os.getpid()}"
     partial = path.with_name(f"{path.name}{writer}.partial")
@@ -204,7 +204,7 @@ def write_whole(path: Path, content: bytes, *, durably: bool = False) -> None:
 
 
 def make_durable(folder: Path) -> None:
-    """Sync the names in a folder to the disk; a file's own fsync leaves its name out."""
+    """Sync a folder's entries to the disk, which a file's own fsync leaves out."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

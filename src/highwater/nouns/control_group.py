@@ -1,4 +1,4 @@
-"""Control group: the host memory that the kernel lets us take, and its kills for want of it.
+"""Control group: the cgroup's limit of host memory, and the kernel's out-of-memory kills in it.
 
 Kills are counted in this process's own group, where its ranks are too: the count of the whole
 machine would blame them whenever anything else ran out. Sources: cgroups(7); in the kernel's
@@ -18,7 +18,7 @@ def host_memory_bytes() -> int:
 
 
 def kernel_kills(proc: Path = Path("/proc/self")) -> int:
-    """Processes of this group that the kernel killed for want of memory; 0 if none is counted."""
+    """Processes of this group that the kernel killed for lack of memory; 0 if it counts none."""
     for path in counters(proc):
         try:
             lines = path.read_text().splitlines()
@@ -71,7 +71,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _below(mounted_at: Path, root: str, group: str) -> Path:
-    """The group's directory in its mounted tree, which may be a part of it, as in a container."""
+    """The group's directory below the mount point, which may show only a part of the tree."""
     name = PurePosixPath(group)
     inside = name.relative_to(root) if name.is_relative_to(root) else name.relative_to("/")
     return mounted_at / inside

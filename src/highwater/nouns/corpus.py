@@ -30,7 +30,7 @@ TrainedTokens = Literal["all", "responses"]
 
 
 def whole_paths(paths: Sequence[str]) -> tuple[str, ...]:
-    """Absolute paths of data; raises UsageError for what is not there."""
+    """Absolute paths of data; raises UsageError for a path that does not exist."""
     for path in paths:
         if not Path(path).exists():
             raise UsageError(f"there is no {path}", hint="name a file or a folder that is there")
@@ -38,7 +38,7 @@ def whole_paths(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 class CorpusOrder(Record, frozen=True, kw_only=True):
-    """A request to tokenise documents, with all that the tokens may depend on."""
+    """A request to tokenise documents, with every setting that the tokens may depend on."""
 
     data: tuple[str, ...]
     """Absolute paths: files of JSON lines, Parquet or text, their folders, or saved datasets."""
@@ -59,7 +59,7 @@ class CorpusOrder(Record, frozen=True, kw_only=True):
     """True if only lengths are asked for: without a tokenizer, bytes of what messages say count."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for what cannot be."""
+        """Raise UsageError if there is no data, or if the objective cannot train on all tokens."""
         if not self.data:
             raise UsageError("nothing to train on", hint="name a file: `--data data.jsonl`")
         is_plain = TRAITS[self.objective].is_of_plain_documents
@@ -134,7 +134,7 @@ def least_packed(question: Question, cell: Cell, size: int) -> int:
 
 
 class _PieceRange(NamedTuple):
-    """Lengths that a piece may have on a device."""
+    """Lengths, in tokens, that a piece of a document may have on a device."""
 
     shortest: int
     longest: int
@@ -155,7 +155,7 @@ _MOST_PADDING = 0.005
 
 
 def pieces(tokens: int, device: Device) -> int | None:
-    """Equal pieces to cut these tokens into; 1: they are few, and stay whole; None: none works."""
+    """Number of equal pieces to cut ``tokens`` into; 1: keep them whole; None: no number works."""
     shortest, longest, block = _RANGES[device]
     if tokens <= longest:
         return 1
@@ -167,7 +167,7 @@ def pieces(tokens: int, device: Device) -> int | None:
 
 
 def _padded(tokens: int, count: int, block: int) -> int:
-    """Rows of the rounded buffers of ``count`` pieces."""
+    """Tokens of ``count`` equal pieces, each rounded up to a multiple of ``block``."""
     return count * (-(-tokens // count // block) * block)
 
 
@@ -189,7 +189,7 @@ class MissingFiles(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for readers on what is taken instead."""
+        """Notes for the user on what replaces missing weights and a missing tokenizer."""
         said = {
             "its weights are not here: random ones, in bfloat16, are trained": self.weights,
             "its tokenizer is not here: one with a token for each word is used": self.tokenizer,
@@ -204,7 +204,7 @@ def missing_files(directory: Path) -> MissingFiles:
 
 
 def prepared_name(source: Path, seed: int, missing: MissingFiles) -> str:
-    """The name of the directory that is made, which differs with the files, seed and version."""
+    """Name of the directory to make; it changes with the files, the seed and the version."""
     files = {
         path.name: (path.stat().st_size, path.stat().st_mtime_ns)
         for path in source.iterdir()

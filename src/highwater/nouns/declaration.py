@@ -1,9 +1,9 @@
-"""The declaration of a setting, at its field: its value, the commands that take it, its help and
-its label. Parser, completion, schema, labels and refusals are made from it. Beside it: how a
-setting is spelled as a flag, a key of a file or a keyword, and how a value is refused.
+"""A setting is declared once, at its field: default, help, label, and the commands that take it.
+Parser, completion, schema, labels and errors are generated from that. Also here: how a setting is
+spelled as a flag, as a key of a file or as a keyword, and how a value is refused.
 
-Bounds: the largest counts that are read, far above what anybody trains. Counts are listed,
-multiplied and drawn: without a bound one number too long takes all memory, or never ends.
+Bounds: the largest counts that are accepted, far above any real training. Counts are listed,
+multiplied and drawn: without a bound one huge count would take all memory, or never end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -154,20 +154,20 @@ class Setting:
 
     @property
     def is_list(self) -> bool:
-        """True if the value is a list, for which its only element may stand."""
+        """True if the value is a list; its only element may then be given instead of a list."""
         return self.kind is not None and self.kind.is_list
 
     @property
     def stands_alone(self) -> bool:
-        """True if its flag may have a value, and without one means true."""
+        """True if the flag's value may be left out, which means true."""
         return self.kind is not None and self.kind.stands_alone
 
     def typed_for(self, value: Any) -> Any:
-        """The value that a user types for this value of a rung."""
+        """Spelling of one of the setting's values as a user types it."""
         return self.typed.get(value, value)
 
     def label_of(self, value: Any) -> str:
-        """The part of a rung's label for this value; empty: the label leaves it out."""
+        """Text for this value in a label of settings; empty for the default, which is left out."""
         if value == self.default:
             return ""
         return self.labels[value] if value in self.labels else self.other_label.format(value)
@@ -182,7 +182,7 @@ def setting(
     **more: Any,
 ) -> T:
     """Declare a field of a ``DeclaredRecord``: its default, and the fields of ``Setting``.
-    ``commands``: those that take it, ``find try``, if not the usual ones.
+    ``commands``: names of the commands that take it, ``"find try"``; empty: the usual ones.
     """
     named = tuple(commands.split()) if isinstance(commands, str) else commands
     more |= {"commands": named} if named else {}
@@ -190,7 +190,7 @@ def setting(
 
 
 class _Declaring(msgspec.StructMeta):
-    """Replace declarations by their defaults, and collect them in ``declared``."""
+    """Metaclass that replaces each ``setting(...)`` by its default and keeps it in ``declared``."""
 
     def __new__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
@@ -234,7 +234,7 @@ def flag_of(name: str) -> str:
 
 
 def words_of(values: Mapping[str, object]) -> list[str]:
-    """The words to type that set these fields: each flag, and its value."""
+    """Command-line words that set these fields: each flag, then its value unless that is True."""
     words: list[str] = []
     for name, value in values.items():
         words.append(flag_of(name))
@@ -244,7 +244,7 @@ def words_of(values: Mapping[str, object]) -> list[str]:
 
 
 class RefusedError(UsageError):
-    """A refused value; ``{}`` in the hint stands for the setting with ``example``, as spelled."""
+    """Error for a setting's value; ``{}`` in the hint becomes the setting with ``example``."""
 
     def __init__(self, name: str, problem: str, *, hint: str, example: Any = None) -> None:
         super().__init__(problem, hint=hint)
@@ -267,7 +267,7 @@ class Spelling:
         return flag_of(setting) if self.is_typed else setting
 
     def refused(self, error: RefusedError) -> UsageError:
-        """The refusal in this spelling: it names the setting, as a typed flag does anyway."""
+        """Rewrite an error to name the setting in this spelling; typed flags are named anyway."""
         is_named = self.is_typed or error.problem.startswith(error.name)
         problem = error.problem if is_named else f"{error.name}: {error.problem}"
         hint = error.hint.replace("{}", self.setting(error.name, error.example))
@@ -283,15 +283,15 @@ def in_file(path: str) -> Spelling:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that was probably meant; None: none is like it."""
+    """The known name most similar to ``name``; None if no known name is similar."""
     return next(iter(get_close_matches(name, known, n=1, cutoff=ALIKE)), None)
 
 
 def word_hint(
     name: str, value: str, words: Sequence[str], *, typed: Callable[[str], str], listed: str
 ) -> str:
-    """The hint for a value of setting ``name`` that is none of ``words``: the word that was meant,
-    as ``typed`` spells it, or a sentence about another trainer's word; else ``listed``.
+    """Hint for a value of setting ``name`` that is not in ``words``: the word that was probably
+    meant, spelled by ``typed``, or a sentence about another trainer's word for it; else ``listed``.
     """
     meant = meant_word(name, value, words)
     if meant is None:
@@ -300,14 +300,14 @@ def word_hint(
 
 
 def meant_word(name: str, value: str, words: Sequence[str]) -> str | None:
-    """The one of ``words`` that a value of setting ``name`` means, or a sentence about it."""
+    """The word of ``words`` that a value of setting ``name`` means, or a sentence about it."""
     said = foreign_values().get(name, {}).get(value.lower().replace("_", "-"), "")
     return said if said in words or " " in said else nearest(value, words)
 
 
 @cache
 def foreign_values() -> Mapping[str, Mapping[str, str]]:
-    """Other trainers' values of each setting, each with our word, or a sentence about it."""
+    """Other trainers' values of each setting, mapped to our value or to a sentence about it."""
     return packaged("nouns/catalog/foreign_values.json", dict[str, dict[str, str]])
 
 

@@ -31,7 +31,7 @@ def allocator_environment(allocator: Allocator) -> dict[str, str]:
 
 
 def allocator_options(environment: Mapping[str, str]) -> list[str]:
-    """Allocator options of the environment, ``max_split_size_mb:64``; split not within brackets."""
+    """The allocator options in the environment, ``max_split_size_mb:64``; brackets stay whole."""
     named = next(
         (environment[name] for name in reversed(ALLOCATOR_VARIABLES) if name in environment), ""
     )
@@ -41,7 +41,7 @@ def allocator_options(environment: Mapping[str, str]) -> list[str]:
 def ignored_options(
     environment: Mapping[str, str], device: Device, *, reads_mode: bool = False
 ) -> tuple[str, ...]:
-    """A note on allocator options that no trial gets; ``reads_mode``: on GPUs it gets the mode."""
+    """A note on allocator options that trials ignore; ``reads_mode``: on GPUs they get the mode."""
     reads_mode = reads_mode and device == "cuda"
     ignored = [
         option
@@ -107,7 +107,7 @@ class Profiling(Record, frozen=True, kw_only=True):
     ranks: Literal["all"] | tuple[int, ...] = "all"
 
     def __post_init__(self) -> None:
-        """Raise RefusedError for steps, events and ranks that cannot be."""
+        """Raise RefusedError for steps, events or ranks out of range."""
         ranks = () if self.ranks == "all" else self.ranks
         for what, numbers, most in (
             ("profile_steps", self.profile_steps, MOST_STEPS),
@@ -122,7 +122,7 @@ class Profiling(Record, frozen=True, kw_only=True):
             raise _refused(f"max_entries {self.max_entries}: 1 or more, {MOST_ENTRIES:,} at most")
 
     def records(self, rank: int) -> bool:
-        """True if a rank writes snapshots."""
+        """True if the rank writes snapshots."""
         return self.ranks == "all" or rank in self.ranks
 
 
@@ -135,9 +135,9 @@ class SnapshotOrder(Record, frozen=True, kw_only=True):
 
 
 def coordinates(layout: Layout, rank: int) -> str:
-    """A rank's place among the data-parallel groups, in the ring and in Ulysses: ``d0r0u1``; where
-    states have copies, the copy first: ``c1d0r0u1``. Data-parallel groups are counted over all
-    copies: one sequence may be shared by several.
+    """A rank's coordinates: data-parallel group, ring and Ulysses rank, ``d0r0u1``; if states have
+    copies, the copy first: ``c1d0r0u1``. Data-parallel groups are counted over all copies: one
+    sequence may be shared by several.
     """
     sharing, ulysses = layout.context_degree, layout.ulysses_degree
     copy = f"c{rank // layout.shard_degree}" if layout.replicate_degree > 1 else ""
@@ -150,7 +150,7 @@ def snapshot_name(rank: int, place: str = "") -> str:
 
 
 def loose_profiling(value: object) -> object:
-    """The value that ``0,1`` or a number stands for; any other value as it is."""
+    """Convert ``"0,1"`` or a number to a list of steps; any other value is returned unchanged."""
     if type(value) is int:
         return {"profile_steps": [value]}
     if isinstance(value, str) and _STEPS.fullmatch(value):
@@ -158,24 +158,27 @@ def loose_profiling(value: object) -> object:
     return value
 
 
-def refuse_absent_ranks(profiling: Profiling, *, gpus: int) -> None:
-    """Raise UsageError for a rank that no trial has; ``gpus``: those of the largest layout."""
+def refuse_profiling(
+    profiling: Profiling | None,
+    *,
+    device: Device = "cuda",
+    is_dry: bool = False,
+    steps: int | None = None,
+    gpus: int | None = None,
+) -> None:
+    """Raise UsageError for snapshots on the CPU or in a dry run, past ``steps``, or of a rank that
+    no trial has; ``gpus``: those of the largest layout. None: any.
+    """
+    if profiling is None:
+        return
     named = () if profiling.ranks == "all" else profiling.ranks
-    absent = [rank for rank in named if rank >= gpus]
-    if absent:
+    absent = [rank for rank in named if gpus is not None and rank >= gpus]
+    if gpus is not None and absent:
         has = "1 GPU has rank 0 alone" if gpus == 1 else f"{gpus} GPUs have ranks 0 to {gpus - 1}"
         raise UsageError(
             f"{SETTING} records rank {absent[0]}, which no trial has: {has}",
             hint=f"leave `ranks` out of `{SETTING}`, which records every rank",
         )
-
-
-def refuse_profiling(
-    profiling: Profiling | None, *, device: str, is_dry: bool = False, steps: int | None = None
-) -> None:
-    """Raise UsageError for snapshots on the CPU or in a dry run, or past ``steps`` (None: any)."""
-    if profiling is None:
-        return
     if is_dry or device == "cpu":
         why = "a dry run trains nothing" if is_dry else "PyTorch keeps none of the CPU's memory"
         raise UsageError(

@@ -19,7 +19,7 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256
 
 
 class ColumnSums(NamedTuple):
-    """Scratch bytes of one sum."""
+    """Scratch bytes of one sum over rows."""
 
     partial_bytes: int = 0
     """Float32 numbers: for each column and block that shares it, as many as a block has columns."""

@@ -1,4 +1,4 @@
-"""Requests for foreign trainers: what a request says of one, checked and made a ``ForeignTrainer``.
+"""Requests for foreign trainers: check a request's settings, and make a ``ForeignTrainer`` of them.
 
 The words of a command are split as a POSIX shell splits them, and no shell runs them. ``{length}``
 and the other ``PLACEHOLDERS`` stand for the trial's values; ``{{`` and ``}}`` are braces.
@@ -99,7 +99,7 @@ def filled_command(
 
 
 def _named(word: str, shown: str) -> Iterator[str]:
-    """The placeholders in a word; UsageError for other braces, which quotes it as ``shown``."""
+    """Yield the placeholders in a word; UsageError, which quotes ``shown``, for other braces."""
     try:
         for _, name, form, conversion in Formatter().parse(word):
             if name is None:
@@ -131,13 +131,13 @@ class LaunchedCommand(NamedTuple):
 
     @property
     def script(self) -> Path | None:
-        """The script; None where a module or a program is started, or a placeholder names it."""
+        """The script's path; None if a module or program is started, or a placeholder names it."""
         first = self.words[0]
         return None if first in _NO_SCRIPT or "{" in first else Path(first)
 
 
 def launched_command(words: tuple[str, ...]) -> LaunchedCommand:
-    """Take a command apart; UsageError for another launcher, accelerate's own flags, or nothing."""
+    """Split a command; UsageError for another launcher, accelerate's own flags, or no script."""
     program, rest = LAUNCHER, words
     if Path(words[0]).name == LAUNCHER:
         program, rest = words[0], words[1:]
@@ -223,12 +223,12 @@ def base_config(foreign: ForeignTrainer) -> bytes | None:
 
 
 def config_digest(path: Path) -> str:
-    """The digest of a configuration's bytes; raises UsageError for one that cannot be read."""
+    """Digest of the bytes of a configuration file; raises UsageError if it cannot be read."""
     return _digest(file_content(path))
 
 
 def file_content(path: Path) -> bytes:
-    """The bytes of a trainer's configuration; UsageError for one that cannot be read."""
+    """Bytes of a trainer's configuration file; raises UsageError if it cannot be read."""
     try:
         return read_file(path, most_bytes=SETTINGS_BYTES)
     except (OSError, ValueError) as error:
@@ -246,7 +246,7 @@ def _digest(content: bytes) -> str:
 
 
 def command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
-    """The words of the request's command, or of its program; empty: the trainer's usual one."""
+    """Words of the command to start, or of the trainer's program; empty: the default program."""
     if not FOREIGN[trainer].is_typed:
         return () if request.command is None else split_words(request.command)
     example = LAUNCHED_EXAMPLE if FOREIGN[trainer].is_launched else EXAMPLE
@@ -270,7 +270,7 @@ def command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
 
 
 def program_of(request: Request) -> str | None:
-    """The program that a request's command starts, or that launches it; None: there is none."""
+    """The program that the request's command starts or launches; None if it names none."""
     trainer = foreign_name(request.trainer)
     if trainer is None or request.command is None:
         return None
@@ -281,7 +281,7 @@ def program_of(request: Request) -> str | None:
 
 
 def with_one_count(request: Request, foreign: ForeignTrainer) -> Request:
-    """The request with one GPU, where it names no number and its command cannot be told one."""
+    """The request, with one GPU if it names no number and its command has no place for a number."""
     traits = FOREIGN[foreign.trainer]
     if traits.is_launched or not traits.is_typed or request.gpus is not None:
         return request

@@ -1,5 +1,5 @@
 """Hardware: the GPUs of a machine as its driver reports them, the catalog of their kinds and of the
-machines that usually have them, and what their memory is spent on besides tensors.
+machines that usually have them, and their memory outside the allocator.
 """
 
 import sys
@@ -72,7 +72,7 @@ class Gpu(Record, frozen=True, kw_only=True):
 
 
 class UnreadableGpu(Record, frozen=True, kw_only=True):
-    """A GPU that is there, but of which the driver does not tell what trials need to know."""
+    """A visible GPU of which the driver does not report what trials need."""
 
     index: int
     position: int
@@ -117,14 +117,14 @@ def gpu_catalog() -> tuple[GpuKind, ...]:
 
 @cache
 def kind_of(driver_name: str) -> GpuKind | None:
-    """The catalog's entry for a driver's device name such as ``NVIDIA H200``; None when unknown."""
+    """The catalog's entry for a driver's device name such as ``NVIDIA H200``; None if unknown."""
     words = driver_name.lower().replace("-", " ").split()
     matches = [kind for kind in gpu_catalog() if all(word in words for word in kind.match.split())]
     return max(matches, key=lambda kind: len(kind.match), default=None)
 
 
 def hour_dollars_of(driver_name: str, price: float | None = None) -> float | None:
-    """Dollars of such a GPU for an hour: ``price`` if named, else the catalog's; None: unknown."""
+    """Price of a GPU in dollars an hour: ``price`` if given, else the catalog's; None: unknown."""
     kind = kind_of(driver_name)
     return price if price is not None or kind is None else kind.hour_dollars
 
@@ -136,18 +136,18 @@ def kind_name(driver_name: str) -> str:
 
 
 def runs_trials(driver_name: str) -> bool:
-    """True if trials can run on a GPU of this name: if it is not known to be AMD's."""
+    """True if trials can run on a GPU of this name, which is so unless it is known to be AMD's."""
     kind = kind_of(driver_name)
     return kind is None or kind.vendor == "NVIDIA"
 
 
 def kernels(compute_capability: tuple[int, int]) -> tuple[Kernel, ...]:
-    """The fused attentions to try on such a GPU, the fastest first."""
+    """Fused attention kernels to try at this compute capability, the fastest first."""
     return ("cudnn", "flash") if compute_capability >= _HOPPER else ("flash",)
 
 
 def lacking(kind: GpuKind) -> tuple[str, ...]:
-    """Abilities that training needs and this kind lacks; empty for one that can train."""
+    """Names of features that training needs and this GPU kind lacks; empty if it can train."""
     has = {"bf16": kind.bf16_dense_tflops is not None, "flash attention": kind.flash_attention}
     return tuple(name for name, there in has.items() if not there)
 
@@ -179,7 +179,7 @@ class Reading(Record, frozen=True, kw_only=True):
 
 
 class Constants(Record, frozen=True, kw_only=True):
-    """Readings on so many ``gpus`` of a kind, with a process on each, in the order of first use."""
+    """Measured memory outside the allocator on ``gpus`` GPUs of a kind, a process on each."""
 
     schema_version: int = 1
     device_name: str
@@ -188,7 +188,7 @@ class Constants(Record, frozen=True, kw_only=True):
     readings: tuple[Reading, ...]
 
     def outside_bytes(self, *names: str) -> int:
-        """Bytes outside the allocator of these readings together; a missing one counts as 0."""
+        """Sum of the named readings' bytes outside the allocator; a missing reading counts as 0."""
         return sum(reading.outside_bytes for reading in self.readings if reading.name in names)
 
     @property
@@ -240,7 +240,7 @@ class Host(Record, frozen=True, kw_only=True):
 
 
 class HostMemory(Record, frozen=True, kw_only=True):
-    """Host memory that the GPUs which are asked about are taken to have."""
+    """Host memory that is assumed for the GPUs in question."""
 
     host_bytes: int
     """Bytes for all GPUs that were asked about, on one machine."""
@@ -251,14 +251,14 @@ class HostMemory(Record, frozen=True, kw_only=True):
 
 @cache
 def host_catalog() -> tuple[Host, ...]:
-    """Every machine whose host memory is known, by kind and number of GPUs."""
+    """Every machine type with known host memory, by GPU kind and number of GPUs."""
     return packaged("nouns/catalog/hosts.json", tuple[Host, ...])
 
 
 def default_host(device_name: str, gpus: int) -> HostMemory | None:
-    """Host memory for so many GPUs, named by a driver or the catalog, on one machine: all of the
-    smallest machine with as many, or these GPUs' share of a larger one. None: no machine of the
-    catalog has them. For several machines ``gpus`` are those of each.
+    """Host memory for ``gpus`` GPUs on one machine: all memory of the smallest machine type with as
+    many, or these GPUs' share of a larger one. ``device_name`` is a driver's or the catalog's.
+    None: no machine type of the catalog has them. With several machines ``gpus`` is each one's.
     """
     kind = kind_of(device_name)
     known = [host for host in host_catalog() if kind is not None and host.kind == kind.name]

@@ -1,4 +1,4 @@
-"""Hyperparameters: numbers of the optimizer and of objectives, on which no memory depends."""
+"""Hyperparameters of the optimizer and the objectives. No memory depends on them."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class NumberRange(NamedTuple):
-    """Bounds of a number."""
+    """Allowed range of a hyperparameter: in words, and as a predicate."""
 
     words: str
     holds: Callable[[float], bool]
@@ -28,7 +28,7 @@ _ABOVE_1 = NumberRange("above 1, or 0 for none", lambda value: value == 0 or val
 
 
 class LossPart(NamedTuple):
-    """A part of a loss."""
+    """A part of an objective's loss, to which hyperparameters belong."""
 
     absent: str
     """Words for a loss without this part."""
@@ -50,7 +50,7 @@ _TOKEN_ADVANTAGES = LossPart(
 def _number(
     default: float, metavar: str, bounds: NumberRange, help_: str, part: LossPart | None = None
 ) -> float:
-    """Declare a number of the optimizer, or of a part of the objective's loss."""
+    """Declare a hyperparameter of the optimizer, or of a ``part`` of the objective's loss."""
     return NUMBER(
         default,
         help_,
@@ -63,7 +63,7 @@ def _number(
 
 
 class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
-    """The numbers that every rung of a search trains with; none of them changes memory."""
+    """Hyperparameters that every trial of a search trains with; none of them changes memory."""
 
     learning_rate: float = _number(
         *(1e-5, "RATE", _NOT_NEGATIVE),
@@ -142,7 +142,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
     """Lower values trust the critic more."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a number out of its range."""
+        """Raise UsageError for a hyperparameter out of its range."""
         for name in NAMES:
             why = out_of_range(name, getattr(self, name))
             if why is not None:
@@ -154,7 +154,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         return tuple(words_of({name: getattr(self, name) for name in self._changed}))
 
     def refuse_unused(self, settings: Settings) -> None:
-        """Raise UsageError for a changed number in whose part the settings' loss has nothing."""
+        """Raise UsageError for a changed hyperparameter that the settings' loss does not use."""
         for name in self._changed:
             part = _ROWS[name].part
             if part is not None and not part.is_in(settings):
@@ -170,7 +170,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
 
 
 def out_of_range(name: str, value: Any) -> str | None:
-    """Why a hyperparameter cannot have this value, in words; None where it can."""
+    """Message that a hyperparameter's value is out of range; None if it is valid."""
     bounds = _ROWS[name].range
     if bounds is None or (math.isfinite(value) and bounds.holds(value)):
         return None

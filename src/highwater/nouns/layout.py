@@ -19,7 +19,7 @@ USUAL_GPUS_OF_A_MACHINE = 8
 
 
 class Layout(Record, frozen=True, kw_only=True):
-    """GPUs of one trial and the degrees they are split into."""
+    """The number of GPUs of a trial, and the degrees of parallelism they are split into."""
 
     gpus: int = 1
     """Processes, one per GPU (on the CPU: one per worker)."""
@@ -62,22 +62,22 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def data_parallel_degree(self) -> int:
-        """Groups of GPUs that each train on their own sequences."""
+        """Number of data-parallel groups, each of which trains on its own sequences."""
         return self.gpus // self.context_degree
 
     @property
     def shard_degree(self) -> int:
-        """GPUs over which parameters, gradients and optimizer states are sharded."""
+        """Number of GPUs over which parameters, gradients and optimizer states are sharded."""
         return self.gpus // self.replicate_degree
 
     @property
     def is_several_machines(self) -> bool:
-        """True if several machines were named, or one machine cannot have so many GPUs."""
+        """True if several machines were named, or the GPUs are more than one machine can have."""
         return self.gpus > MOST_GPUS_OF_A_MACHINE or (self.machines or 1) > 1
 
     @property
     def machine_gpus(self) -> int:
-        """GPUs of one machine: as named, else all if one can have them, else of whole copies."""
+        """GPUs of each machine: as named, else all if one can have them, else whole copies."""
         if self.machines:
             return self.gpus // self.machines
         if self.gpus <= MOST_GPUS_OF_A_MACHINE:
@@ -123,7 +123,7 @@ class Layout(Record, frozen=True, kw_only=True):
         }
 
     def across(self, machines: int) -> "Layout":
-        """The layout of so many machines with this one on each, as copies of the states."""
+        """This layout on each of ``machines`` machines, with a copy of the states on each."""
         return self.replace(
             gpus=self.gpus * machines,
             replicate_degree=self.replicate_degree * machines,
@@ -132,7 +132,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def of_one_machine(self) -> "Layout":
-        """The layout on each machine, before ``across``; this one where no machines were named."""
+        """The layout of one machine, before ``across``; this layout if no machines were named."""
         machines = self.machines or 1
         return self.replace(
             gpus=self.gpus // machines,
@@ -141,7 +141,7 @@ class Layout(Record, frozen=True, kw_only=True):
         )
 
     def without(self, settings: Collection[str]) -> "Layout":
-        """The layout of as many GPUs in which the degrees of these settings are 1."""
+        """The same GPUs with the degrees of these settings set to 1."""
         fields = (each.field for each in _SPELLINGS if each.setting in settings)
         return self.replace(**dict.fromkeys(fields, 1))
 
@@ -151,7 +151,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
 
 class _Spelling(NamedTuple):
-    """The spellings of one degree, in records, labels, paths and settings: written here alone."""
+    """How one degree is spelled in records, labels, paths and settings."""
 
     field: str
     label: str
@@ -211,7 +211,7 @@ WIDEST_FUSED_HEAD = 256
 
 
 class Stretch(NamedTuple):
-    """The part of one document and one head that plain attention takes at a time."""
+    """The queries and keys, of one document and head, that plain attention computes at once."""
 
     rows: int
     """Number of queries."""
@@ -222,9 +222,9 @@ class Stretch(NamedTuple):
 def stretch(
     length_tokens: int, window_tokens: int | None, heads: int, *, at_hand: int | None = None
 ) -> Stretch:
-    """The largest stretch of documents of this length; ``heads``: the heads of all documents
-    together. ``at_hand``: scores computed at once, by default ``SCORES_AT_HAND``, or one row's if
-    they are more; where it is given, rows are a multiple of ``_ALIGNED``.
+    """The largest stretch for documents of this length. ``heads``: heads of all documents together.
+    ``at_hand``: attention scores computed at once, by default ``SCORES_AT_HAND``, at least one row
+    of them; if it is given, rows are a multiple of ``_ALIGNED``.
     """
     window = min(length_tokens, window_tokens or length_tokens)
     room = (at_hand or SCORES_AT_HAND) // heads
@@ -236,8 +236,8 @@ def stretch(
 
 
 def expert_tile_tokens(tokens: int, *, tiles: int | None) -> int:
-    """Return the tokens that experts take at a time: those of one of so many ``tiles``, or without
-    a number ``EXPERT_TILE_TOKENS`` at most.
+    """Tokens that experts process at once: of one tile, if the number of ``tiles`` is given, else
+    at most ``EXPERT_TILE_TOKENS``.
     """
     if tiles is None:
         return min(tokens, EXPERT_TILE_TOKENS)

@@ -12,7 +12,7 @@ Source of the 8-bit moments' sizes: torchao 0.18, ``optim/subclass_8bit.py`` and
 of the method: Dettmers et al., https://arxiv.org/abs/2110.02861.
 
 LoRA: small trained matrices beside the frozen ones of a model (Hu et al.,
-https://arxiv.org/abs/2106.09685), what they are put beside, and how many numbers they are.
+https://arxiv.org/abs/2106.09685), the layers that get them, and their sizes.
 
 A linear layer of I inputs and O outputs gets A, of rank x I, and B, of O x rank: it returns
 ``W x + alpha / rank * B A x``.
@@ -38,7 +38,7 @@ Advantages = Literal["none", "groups", "tokens"]
 
 
 class ObjectiveTraits(Record, frozen=True, kw_only=True):
-    """Needs of an objective in data, models and the time before a step's update."""
+    """What an objective needs from the data, of models, and in the time before the update."""
 
     pairs: bool = False
     """Documents come in pairs, the chosen one first, and the loss is a mean over all pairs of the
@@ -58,7 +58,7 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
 
     @property
     def gives_scalars(self) -> bool:
-        """True if the policy has one number in the place of the vocabulary."""
+        """True if the policy outputs one scalar per token instead of logits over the vocabulary."""
         return self.head == "scalar"
 
     @property
@@ -68,18 +68,18 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
 
     @property
     def is_of_plain_documents(self) -> bool:
-        """True if a document stands by itself, neither compared with another nor rewarded."""
+        """True if each document is trained on by itself: neither paired nor rewarded."""
         return not self.pairs and self.advantages == "none"
 
     @property
     def outside_step(self) -> str:
-        """A sentence on what a step's seconds leave out; empty: nothing."""
+        """A sentence on what the predicted seconds of a step leave out; empty if nothing."""
         is_generated = self.advantages != "none"
         return "A step's seconds leave out generation." if is_generated else ""
 
     @property
     def documents_together(self) -> int:
-        """Documents that a micro-batch has together or not at all."""
+        """Documents that must be in the same micro-batch: 2 for pairs, else 1."""
         return 2 if self.pairs else 1
 
 
@@ -93,7 +93,7 @@ TRAITS: Mapping[Objective, ObjectiveTraits] = {
 
 
 def without_reference(objective: Objective) -> Objective:
-    """The objective most like this one, in its data and its loss, that holds no reference."""
+    """The objective most similar in data and loss that needs no reference model."""
     traits = TRAITS[objective]
 
     def likeness(name: Objective) -> tuple[bool, bool]:
@@ -115,7 +115,7 @@ def generation_micro_batches(rows: int, gpus: int, generations: int = GENERATION
 
 
 class RolloutRequest(DeclaredRecord, frozen=True, kw_only=True):
-    """Settings of the engine that generates for GRPO and PPO, which is predicted and not run."""
+    """Settings of the inference engine that generates for GRPO and PPO: predicted, never run."""
 
     rollout: Literal["vllm"] | None = setting(
         None,
@@ -149,7 +149,7 @@ class RolloutRequest(DeclaredRecord, frozen=True, kw_only=True):
 
 
 class RolloutTraits(Record, frozen=True, kw_only=True):
-    """A trainer's defaults for the engine that generates beside it; the values here are verl's."""
+    """A trainer's defaults for its inference engine; the values here are verl's."""
 
     utilization: float = 0.5
     sleep_levels: tuple[int, ...] = (2, 0, 1)
@@ -162,7 +162,7 @@ class RolloutTraits(Record, frozen=True, kw_only=True):
 
 
 class Rollout(RolloutRequest, frozen=True, kw_only=True):
-    """A requested rollout, with the trainer's defaults for what is not named."""
+    """A requested rollout; settings that were not named have the trainer's defaults."""
 
     own_gpus: int
     """GPUs of its own; 0: it shares the training's."""
@@ -194,7 +194,7 @@ STREAMED_BUFFERS = 2
 
 
 class OptimizerTraits(NamedTuple):
-    """Memory and needs of an optimizer."""
+    """Memory and requirements of an optimizer."""
 
     words: str
     moment_bytes: int
@@ -214,7 +214,7 @@ class OptimizerTraits(NamedTuple):
         return self.moment_bytes == 1
 
     def moments_bytes(self, numbers: int) -> int:
-        """Bytes of both moments of one shard with so many numbers."""
+        """Bytes of both moments of one shard with ``numbers`` elements."""
         if not self.is_quantized:
             return MOMENTS * self.moment_bytes * numbers
         if numbers < LEAST_QUANTIZED or numbers % QUANTIZED_BLOCK:
@@ -270,7 +270,7 @@ _OUTSIDE = "per_layer_model_projection"
 
 
 class Lora(Record, frozen=True, kw_only=True):
-    """LoRA adapters, which are trained in the place of a model's own parameters."""
+    """LoRA adapters, which are trained instead of the model's own parameters."""
 
     rank: int
     alpha: float
@@ -279,6 +279,20 @@ class Lora(Record, frozen=True, kw_only=True):
     base: LoraBase = "bf16"
     """Number format of the frozen model: the dtype it computes in, or NF4 in its linear layers."""
 
+    def __post_init__(self) -> None:
+        """Raise UsageError for a rank or alpha out of range, or for malformed layer names."""
+        if not 1 <= self.rank <= MOST_RANK:
+            hint = f"use 1 to {MOST_RANK}: `--lora 32`"
+            raise UsageError(f"a LoRA rank of {self.rank}", hint=hint)
+        if not 0 < self.alpha < math.inf:
+            hint = f"use `--lora-alpha {self.rank}`"
+            raise UsageError(f"a LoRA alpha of {self.alpha}", hint=hint)
+        if any(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None for name in self.names or ()):
+            raise UsageError(
+                f"{self.targets!r} are no names of linear layers",
+                hint=f"use `--lora-targets {ALL_LINEAR}`, or `--lora-targets q_proj,v_proj`",
+            )
+
     @property
     def scale(self) -> float:
         """Factor that the product of both matrices, B A, is multiplied by."""
@@ -286,22 +300,8 @@ class Lora(Record, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Names of the linear layers with an adapter; None: every one."""
+        """Names of the linear layers that get an adapter; None: all linear layers."""
         return None if self.targets == ALL_LINEAR else tuple(self.targets.split(","))
-
-
-def check_lora(lora: Lora) -> None:
-    """Raise UsageError for a rank, a weight or names that cannot be."""
-    if not 1 <= lora.rank <= MOST_RANK:
-        raise UsageError(f"a LoRA rank of {lora.rank}", hint=f"use 1 to {MOST_RANK}: `--lora 32`")
-    if not 0 < lora.alpha < math.inf:
-        raise UsageError(f"a LoRA alpha of {lora.alpha}", hint=f"use `--lora-alpha {lora.rank}`")
-    names = lora.names or ()
-    if any(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None for name in names):
-        raise UsageError(
-            f"{lora.targets!r} are no names of linear layers",
-            hint=f"use `--lora-targets {ALL_LINEAR}`, or `--lora-targets q_proj,v_proj`",
-        )
 
 
 def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
@@ -322,14 +322,14 @@ def _a_and_b(every: Iterable[tuple[int, int, int]]) -> tuple[Matrices, ...]:
 
 
 def outer_adapter_matrices(shape: ModelShape, lora: Lora) -> tuple[Matrices, ...]:
-    """A and B of each adapter outside of a model's decoder layers."""
+    """A and B of each adapter outside the decoder layers."""
     is_target = lora.names is None or _OUTSIDE in lora.names
     projections = shape.layer_tables[1:] * is_target
     return _a_and_b((lora.rank, each.rows, each.row_size) for each in projections)
 
 
 def expert_adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
-    """A and B of the adapters on a layer's experts: one matrix has the ranks of all experts."""
+    """Matrices A and B of the adapters on a layer's experts, each with the ranks of all experts."""
     of_experts = expert_targets(model_type, lora) if kind.mlp.experts > 1 else {}
     hidden, width = kind.hidden_size, kind.mlp.width
     sizes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
@@ -347,13 +347,13 @@ def expert_targets(model_type: str, lora: Lora) -> dict[str, int]:
 
 
 def nf4_bytes(numbers: int) -> int:
-    """Bytes of a weight in NF4: half a byte a number, one a block for its scale, scales' scales."""
+    """Bytes of an NF4 weight of ``numbers`` elements: 4 bits each, and the scales of blocks."""
     blocks = -(-numbers // NF4_BLOCK)
     return -(-numbers // 2) + blocks + 4 * -(-blocks // NF4_SCALE_BLOCK) + 4
 
 
 def saved_by_base(shape: ModelShape, lora: Lora, *, element: int) -> int:
-    """Bytes that NF4 saves in a frozen model's linear layers against ``element`` bytes a number."""
+    """Bytes that NF4 saves in a frozen model's linear layers; ``element``: bytes of an element."""
     if lora.base == "bf16":
         return 0
     sizes = [
@@ -387,8 +387,8 @@ def adapter_parameters_of_layer(kind: LayerKind, model_type: str, lora: Lora) ->
 
 
 def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
-    """Raise UsageError for a target that no linear layer of a model is called, where its family's
-    names are known; for experts in NF4; and for experts' names that peft cannot take so.
+    """Raise UsageError for a target that is the name of no linear layer of the model, if its
+    family's names are known; for NF4 with experts; and for expert targets that peft cannot adapt.
     """
     has_experts = any(run.kind.mlp.experts > 1 for run in shape.runs)
     of_experts = EXPERT_MATRICES.get(shape.model_type, ()) if has_experts else ()
@@ -410,12 +410,11 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
             "are one parameter",
             hint=f"use `--lora-targets {','.join((*ATTENTION, *of_experts))}`",
         )
-    if shape.model_type not in _USUAL_NAMES:
-        return
     known = {name for run in shape.runs for name in _sizes(run.kind, shape.model_type)}
     known |= {*of_experts, *((_OUTSIDE,) if shape.layer_tables else ())}
     missing = [name for name in lora.names or () if name not in known]
-    if missing:
+    # Of a family whose names nobody read some may be another's, but one at least is ours.
+    if missing and (shape.model_type in _USUAL_NAMES or len(missing) == len(lora.names or ())):
         raise UsageError(
             f"{shape.model_type} has no linear layer {missing[0]} in its decoder layers",
             hint=f"use `--lora-targets {ALL_LINEAR}`, or names of {', '.join(sorted(known))}",
@@ -423,7 +422,7 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
 
 
 def _names(attention: AttentionKind) -> tuple[str, ...]:
-    """Names of an attention's linear layers, in the order of its matrices."""
+    """Names of an attention's linear layers, in the order of ``attention.matrices``."""
     if attention.delta is None:
         own = len(attention.matrices) - 1
         return (*ATTENTION[:own], "o_proj")
@@ -431,7 +430,7 @@ def _names(attention: AttentionKind) -> tuple[str, ...]:
 
 
 def _sizes(kind: LayerKind, model_type: str) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of each linear layer in one layer, by name; those of fused ones added."""
+    """Outputs and inputs of each linear layer of a layer, by name; fused layers are summed."""
     hidden, attention = kind.hidden_size, kind.attention
     own = {
         name: (hidden, size) if is_output else (size, hidden)

@@ -1,9 +1,9 @@
-"""Out of memory, told from every other failure.
+"""How an out-of-memory error is told from every other failure.
 
-It is told by an exception's type first, then by its text, and by an abort's last words. Text alone
-proves nothing: a file may be called MemoryError, a cache may have caught its own. So a text is read
-only where its type says that PyTorch, or a library under it, wrote it; and where one text has
-several causes, memory itself is asked.
+By an exception's type first, then by its text, and by the last words of an aborted process. Text
+alone proves nothing: a file may be called MemoryError, a cache may have caught its own. So text is
+read only if the type says that PyTorch, or a library under it, raised the exception; and where one
+text has several causes, the memory still available decides.
 """
 
 import errno
@@ -86,9 +86,9 @@ _LIBRARY_TYPES = ("RuntimeError", "AcceleratorError", "DistBackendError", "Defer
 def exhausted_memory(
     error: BaseException, *, device: Device, is_spent: Callable[[], bool] = lambda: False
 ) -> Exhausted | None:
-    """The memory that ran out, by an exception; None: it is about something else. ``is_spent`` is
-    called where the text does not decide: True if this process gets no more host memory. On the CPU
-    there is one memory, and it is the device's.
+    """Which memory ran out, by an exception; None if the exception is about something else.
+    ``is_spent`` is called where the text leaves it open, and returns True if this process can get
+    no more host memory. On the CPU host memory counts as the device's.
     """
     host: Exhausted = "device_memory" if device == "cpu" else "host_memory"
     text = _text(error)
@@ -110,7 +110,7 @@ def exhausted_memory(
 
 
 def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
-    """The memory that ran out, by the last words of an aborted process's output; None: none did."""
+    """Which memory ran out, by the last lines of an aborted process's output; None: neither did."""
     words = _ABORT.match(output, max(0, output.rfind("terminate called after throwing")))
     if words is None:
         return None
@@ -120,8 +120,8 @@ def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
 
 
 def logged_memory(kind: str, text: str, *, device: Device) -> Exhausted | None:
-    """The memory that ran out, by an exception as a log shows it: ``kind``, its type's name with
-    its module, and its text. None: it is about something else. A type that anybody may have raised,
+    """Which memory ran out, by an exception in a log: ``kind`` is its type with the module,
+    ``text`` its message. None: it is about something else. A type that any code may raise,
     RuntimeError above all, is judged by its text.
     """
     host: Exhausted = "device_memory" if device == "cpu" else "host_memory"
@@ -160,7 +160,7 @@ def tells_of_allocation(text: str, *, may_advise: bool) -> bool:
 
 
 def _by_text(text: str, device: Device, *, lead: re.Pattern[str] = _ANY) -> Exhausted | None:
-    """The memory that ran out, by a library's words; ``lead``: text that may stand before them."""
+    """Which memory ran out, by a library's message; ``lead``: text that may come before it."""
     found = _DEVICE.search(text) if device == "cuda" else None
     if found is not None and lead.fullmatch(text, 0, found.start()):
         return "device_memory"

@@ -1,4 +1,4 @@
-"""Plan: a request made into a question that this machine can be asked. Nothing is started."""
+"""Plan: turn a request into a question for this machine. No process is started."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from highwater.nouns.cells import cells_of, within_token_budget
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import pieces
 from highwater.nouns.declaration import words_of
-from highwater.nouns.environment import refuse_absent_ranks
+from highwater.nouns.environment import refuse_profiling
 from highwater.nouns.foreign_request import foreign_of, with_one_count
 from highwater.nouns.hardware import Machine
 from highwater.nouns.objective import ALL_LINEAR, ATTENTION, expert_targets, refuse_no_target
@@ -54,8 +54,8 @@ LONGEST_TOKENS: dict[Device, int] = {"cuda": CEILING_TOKENS, "cpu": 8192}
 
 
 def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple[str, ...]]:
-    """The lengths to try, and notes on an end that nobody asked for. Predictions cost little: their
-    steps are as fine past the native length as before it, but for the published scan.
+    """The lengths to try, and notes on a longest length that the user did not set. Predictions use
+    steps as fine past the native length as before it, except in the published scan.
     """
     longest, notes = _longest(request, model, device)
     grid = usual_grid(
@@ -71,7 +71,7 @@ def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple
 
 
 def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple[str, ...]]:
-    """The longest length to try, and a note on why: native where nothing scales past it."""
+    """The longest length to try, and a note on it: the native one if positions do not scale."""
     native = model.shape.native_length_tokens
     longest, notes = request.max_tokens or LONGEST_TOKENS[device], ()
     if request.max_tokens is None and device == "cpu":
@@ -93,10 +93,9 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
 
 
 def refuse_other_class(model: Model, trainer: str) -> None:
-    """Raise UsageError for models that another trainer trains otherwise: the text model of a
-    multimodal one, whose vision tower is on the GPU there, and no prediction counts it; and linear
-    attention, which each trainer computes by kernels of its own, if it tells documents and ranks
-    apart at all.
+    """Raise UsageError for models that another trainer trains differently: the text part of a
+    multimodal model, whose vision tower it also keeps on the GPU, which no prediction counts; and
+    linear attention, which each trainer computes with different kernels.
     """
     if model.shape.delta is not None and trainer != OURS:
         raise UsageError(
@@ -113,7 +112,7 @@ def refuse_other_class(model: Model, trainer: str) -> None:
 
 
 def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:
-    """Raise UsageError for a length, named by ``flag``, to which nothing scales positions."""
+    """Raise UsageError for a length past the native one without RoPE scaling; ``flag`` named it."""
     native = model.shape.native_length_tokens
     if length_tokens <= native or not ends_at_native(model, rope):
         return
@@ -161,7 +160,7 @@ _TRIALS_OF_A_CELL = 3
 
 
 def proof_of(request: Request, model: Model, device: Device) -> Proof:
-    """The proof as asked; else by memory on GPUs where possible, unless only a timeout is named."""
+    """The requested proof; else memory-only on GPUs if possible, unless only a timeout is named."""
     if request.proof is not None:
         return request.proof
     is_timed = request.timeout is not None and request.budget is None
@@ -176,7 +175,7 @@ def proof_of(request: Request, model: Model, device: Device) -> Proof:
 def budget_of(
     request: Request, proof: Proof, device: Device, cells: Sequence[Cell]
 ) -> float | None:
-    """Seconds that a search may take; None: no limit. Raises UsageError for too few."""
+    """Time limit of the search in seconds; None: no limit. UsageError: too short for a trial."""
     if request.budget_s is not None:
         least_s = SHORTEST_TIMEOUT_S[device]
         if request.budget_s < least_s:
@@ -194,7 +193,7 @@ def budget_of(
 def timeout_of(
     request: Request, proof: Proof, budget_s: float | None, device: Device, cells: Sequence[Cell]
 ) -> float:
-    """Seconds that one full trial may take: as asked, or its share of the budget."""
+    """Time limit of one full trial in seconds: as requested, or a share of the search's budget."""
     if request.timeout is not None or proof == "full" or budget_s is None:
         return request.timeout_s
     return max(SHORTEST_TIMEOUT_S[device], budget_s / (_TRIALS_OF_A_CELL * len(cells)))
@@ -203,10 +202,14 @@ def timeout_of(
 _ROW_BYTES = 16
 """Rows of a grouped product are multiples of so many bytes. Source: ``torch._grouped_mm``."""
 _NO_PROOF = "leave `--proof` out"
+_NOT_IN_PIECES = (
+    "a memory-only trial cuts dense attention into pieces, and block-sparse attention is no longer "
+    "than its blocks"
+)
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """The question that will be asked, and what the user should know before it starts."""
+    """The question to answer, and notes for the user before the search starts."""
 
     question: Question
     notes: tuple[str, ...] = ()
@@ -227,9 +230,9 @@ def plan(
     machines: int = 1,
     cells: tuple[Cell, ...] = (),
 ) -> Plan:
-    """The question that a request asks of a machine and a trainer, about ``cells``, or else about
-    those of ``cells_of``, which ``within_machines`` and ``machines`` go to. Raises ModelError,
-    UsageError or MachineError for what cannot be asked, before anything starts.
+    """The question that a request asks of a machine and a trainer. ``cells``: the cells it is
+    about, else those of ``cells_of``, which gets ``within_machines`` and ``machines``. Raises
+    ModelError, UsageError or MachineError for a request that cannot be met, before anything starts.
     """
     model = load_model(request.model)
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
@@ -238,14 +241,11 @@ def plan(
         request = request.replace(memory=cpu_memory(request, machine))
     of_memory = memory_notes(asked, device, request.memory_bytes)
     foreign = foreign_of(request)
+    refuse_other_class(model, trainer if foreign is None else foreign.trainer)
     if foreign is not None:
-        refuse_other_class(model, foreign.trainer)
         planned = _foreign_plan(request, machine, model, device, foreign)
         return planned.replace(notes=(*of_memory, *planned.notes))
-    _check_proof(request, model)
-    _refuse_ragged_experts(model, device)
-    _refuse_other_attention(request, model, device)
-    _refuse_head_groups(request.settings.attention_head_groups, model)
+    _refuse_attention(request, model, device)
     if request.settings.parameters == "bf16" and max(request.copies) > 1:
         # FSDP2 keeps sums over copies in float32 for longer: how much at a peak is not known
         raise UsageError(
@@ -257,7 +257,7 @@ def plan(
         request, of_adapters = _adapters_here(request, model)
     if (adapters := request.settings.adapters) is not None:
         refuse_no_target(model.shape, adapters)
-        _refuse_adapted_experts(request.settings, model, device, trainer)
+    _refuse_experts(request.settings, model, device, trainer)
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     check_yarn(request, model, grid.max_tokens)
@@ -275,9 +275,8 @@ def plan(
             longest_tokens=grid.max_tokens if request.data is None else None,
         )
     cells, too_small = within_token_budget(cells, grid, device)
-    most_gpus = max(cell.layout.gpus for cell in cells)
     if request.memory_profiler is not None:
-        refuse_absent_ranks(request.memory_profiler, gpus=most_gpus)
+        refuse_profiling(request.memory_profiler, gpus=max(cell.layout.gpus for cell in cells))
     if device == "cuda" and not request.dry_run:
         check_host_memory(machine, model, cells)
     proof = proof_of(request, model, device)
@@ -301,7 +300,7 @@ def plan(
 def _foreign_plan(
     request: Request, machine: Machine, model: Model, device: Device, foreign: ForeignTrainer
 ) -> Plan:
-    """The plan for a foreign trainer, whose settings are its own: rungs vary the allocator."""
+    """Plan for a foreign trainer, whose own file has the settings; only the allocator varies."""
     request = with_one_count(request, foreign).replace(
         proof="full", loss=FOREIGN[foreign.trainer].loss
     )
@@ -347,14 +346,18 @@ def _question(
 
 def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialSpec:
     """One trial of a request: the cheapest rung and one GPU, unless the request names others.
-    Raises what ``plan`` raises, and UsageError when the request names several layouts.
+    Raises the errors of ``plan``, and UsageError if the request names several layouts.
     """
     if length_tokens < 2:
         raise UsageError(
             "a length of 1 token", hint="use `--length 2` or more: one to read, one to predict"
         )
     model = load_model(request.model)
-    _refuse_an_unnamed_cpu(request, machine, length_tokens)
+    gpus, is_limited = max(request.gpus or (1,)), request.memory is not None
+    if request.device is None and not machine.gpus and gpus == 1 and not is_limited:
+        fits = _has_room_on_the_cpu(request, machine, length_tokens)
+        hint = "add `--device cpu` to train on it" if fits else gpus_hint(request, length_tokens)
+        raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
     if request.trainer not in FOREIGN:
         refuse_past_native(model, request.settings.rope, length_tokens, flag="--length")
     question = plan(alone(request, length_tokens), machine).question
@@ -366,13 +369,28 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
         raise UsageError(
             "one trial runs in one layout, several are named", hint=f"use `{' '.join(words)}`"
         )
-    spec = question.trial(cell, length_tokens).replace(attention_depth=request.attention_depth)
-    _check_depth(spec, question.model)
+    depth, layers = request.attention_depth, model.shape.layers
+    spec = question.trial(cell, length_tokens).replace(attention_depth=depth)
+    if depth is not None and spec.settings.attention == "block_sparse":
+        raise UsageError(_NOT_IN_PIECES, hint="leave `--attention-depth` out")
+    if depth is not None and depth >= layers:
+        raise UsageError(
+            f"an attention depth of {depth}: {model.name} has {layers} layers",
+            hint="leave `--attention-depth` out to train in full",
+        )
+    tokens = spec.length_tokens * spec.sequences
+    if depth is not None and spec.data is None and pieces(tokens, spec.device) is None:
+        near = -(-spec.length_tokens // PUBLISHED_STEP_TOKENS) * PUBLISHED_STEP_TOKENS
+        raise UsageError(
+            f"{format_tokens(tokens)} tokens cannot be cut into equal pieces that take the same "
+            f"memory",
+            hint=f"use `--length {near}`",
+        )
     return spec
 
 
 def alone(request: Request, length_tokens: int) -> Request:
-    """The request for a search of one length on one rung."""
+    """The request narrowed to one length and one rung."""
     return request.replace(
         proof="full",
         attention_depth=None,
@@ -382,15 +400,6 @@ def alone(request: Request, length_tokens: int) -> Request:
         loss=request.loss or "full",
         allocator=request.allocator or "native",
     )
-
-
-def _refuse_an_unnamed_cpu(request: Request, machine: Machine, length_tokens: int) -> None:
-    """Raise UsageError for one trial that only the CPU could run, where it is not named."""
-    gpus, is_limited = max(request.gpus or (1,)), request.memory is not None
-    if request.device is None and not machine.gpus and gpus == 1 and not is_limited:
-        fits = _has_room_on_the_cpu(request, machine, length_tokens)
-        hint = "add `--device cpu` to train on it" if fits else gpus_hint(request, length_tokens)
-        raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
 
 
 def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int) -> bool:
@@ -405,12 +414,21 @@ def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int)
 
 
 def gpus_hint(request: Request, length_tokens: int) -> str:
-    """A hint to type where there is no GPU, and the CPU will not do."""
+    """A hint to type if this machine has no GPU and the request needs one."""
     asked = f"{shlex.quote(request.model)} --gpus 1xH100-80GB --length {length_tokens}"
     return f"start it where GPUs are; `highwater predict {asked}` says how many it takes"
 
 
-def _check_proof(request: Request, model: Model) -> None:
+IN_HEAD_GROUPS = (
+    *("granite", "llama", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
+)
+"""Model types whose attention goes in head groups, and is predicted so."""
+
+
+def _refuse_attention(request: Request, model: Model, device: Device) -> None:
+    """Raise UsageError or ModelError for a proof, a sparse pattern or head groups that the model,
+    the GPU or another setting rules out.
+    """
     if request.attention_depth is not None:
         raise UsageError(
             "an attention depth is for one trial: a search chooses it", hint="use `--proof memory`"
@@ -424,42 +442,24 @@ def _check_proof(request: Request, model: Model) -> None:
         raise UsageError(
             f"{model.name} has one layer: a memory-only trial would save nothing", hint=_NO_PROOF
         )
-
-
-def _refuse_other_attention(request: Request, model: Model, device: Device) -> None:
-    """Refuse block-sparse attention where the model, a trace, the proof or the GPU rules it out."""
-    if request.settings.attention == "dense":
-        return
-    leave = "leave `--attention` out"
-    if not model.shape.has_plain_attention:
-        raise ModelError(
-            f"{model.name} has layers with a window, sinks, capped scores or a state of their own, "
-            "which block-sparse attention would take the place of",
-            hint=leave,
-        )
-    if device == "cuda":
-        refuse_without_kernel(request)
-    if request.prediction == "trace":
-        raise UsageError(
-            "steps with block-sparse attention are not traced", hint="use `--prediction formula`"
-        )
-    if request.proof == "memory" or request.attention_depth is not None:
-        raise UsageError(
-            "a memory-only trial cuts dense attention into pieces, and block-sparse attention is "
-            "no longer than its blocks",
-            hint=_NO_PROOF if request.proof == "memory" else "leave `--attention-depth` out",
-        )
-
-
-IN_HEAD_GROUPS = (
-    *("granite", "llama", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
-)
-"""Model types whose attention goes in head groups, and is predicted so."""
-
-
-def _refuse_head_groups(groups: int, model: Model) -> None:
-    """Refuse a family without head groups, and a number that does not divide key/value heads."""
-    heads, family = model.shape.kv_heads, model.shape.model_type
+    if request.settings.attention == "block_sparse":
+        if not model.shape.has_plain_attention:
+            raise ModelError(
+                f"{model.name} has layers with a window, sinks, capped scores or a state of their "
+                "own, which block-sparse attention would take the place of",
+                hint="leave `--attention` out",
+            )
+        if device == "cuda":
+            refuse_without_kernel(request)
+        if request.prediction == "trace":
+            raise UsageError(
+                "steps with block-sparse attention are not traced",
+                hint="use `--prediction formula`",
+            )
+        if request.proof == "memory":
+            raise UsageError(_NOT_IN_PIECES, hint=_NO_PROOF)
+    groups, heads = request.settings.attention_head_groups, model.shape.kv_heads
+    family = model.shape.model_type
     if groups > 1 and family not in IN_HEAD_GROUPS:
         raise ModelError(
             f"{model.name} is of the family {family}, whose attention does not go in head groups",
@@ -490,42 +490,6 @@ def refuse_without_kernel(request: Request) -> None:
         )
 
 
-def _check_depth(spec: TrialSpec, model: Model) -> None:
-    """Raise UsageError for a depth of all layers, and for tokens that cannot be cut in pieces."""
-    depth, layers = spec.attention_depth, model.shape.layers
-    if depth is None:
-        return
-    if depth >= layers:
-        raise UsageError(
-            f"an attention depth of {depth}: {model.name} has {layers} layers",
-            hint="leave `--attention-depth` out to train in full",
-        )
-    tokens = spec.length_tokens * spec.sequences
-    if spec.data is None and pieces(tokens, spec.device) is None:
-        near = -(-spec.length_tokens // PUBLISHED_STEP_TOKENS) * PUBLISHED_STEP_TOKENS
-        raise UsageError(
-            f"{format_tokens(tokens)} tokens cannot be cut into equal pieces that take the same "
-            f"memory",
-            hint=f"use `--length {near}`",
-        )
-
-
-def _refuse_ragged_experts(model: Model, device: Device) -> None:
-    """Raise ModelError for experts whose rows are no multiple of 16 bytes, as PyTorch needs."""
-    numbers = _ROW_BYTES // (4 if device == "cpu" else 2)
-    for what, width in (
-        ("expert's MLP", model.shape.intermediate_size),
-        ("hidden states", model.shape.hidden_size),
-    ):
-        if model.shape.experts > 1 and width % numbers:
-            raise ModelError(
-                f"the {what} of {model.name} are {width} numbers wide, and products of experts "
-                f"need a multiple of {numbers}",
-                hint=f"use a model whose widths are multiples of {numbers}, for example "
-                "`highwater predict Qwen3-30B-A3B --gpus 8xH100-80GB`",
-            )
-
-
 def _adapters_here(request: Request, model: Model) -> tuple[Request, tuple[str, ...]]:
     """The request with adapters on attention alone, where "all linear layers" would be routers or
     experts, too; and notes on this, and on a frozen model whose files are in MXFP4.
@@ -541,11 +505,22 @@ def _adapters_here(request: Request, model: Model) -> tuple[Request, tuple[str, 
     return request, notes
 
 
-def _refuse_adapted_experts(
-    settings: Settings, model: Model, device: Device, trainer: TrainerName
-) -> None:
-    """Raise UsageError for what adapters on experts cannot be combined with."""
+def _refuse_experts(settings: Settings, model: Model, device: Device, trainer: TrainerName) -> None:
+    """Raise ModelError for experts whose rows are no multiple of 16 bytes, as PyTorch needs, and
+    UsageError for settings that exclude adapters on experts.
+    """
     lora, numbers = settings.adapters, _ROW_BYTES // (4 if device == "cpu" else 2)
+    for what, width in (
+        ("expert's MLP", model.shape.intermediate_size),
+        ("hidden states", model.shape.hidden_size),
+    ):
+        if model.shape.experts > 1 and width % numbers:
+            raise ModelError(
+                f"the {what} of {model.name} are {width} numbers wide, and products of experts "
+                f"need a multiple of {numbers}",
+                hint=f"use a model whose widths are multiples of {numbers}, for example "
+                "`highwater predict Qwen3-30B-A3B --gpus 8xH100-80GB`",
+            )
     if lora is None or not expert_targets(model.shape.model_type, lora):
         return
     if trainer != OURS:

@@ -25,7 +25,7 @@ SPARSE_NOTE = (
 
 
 def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> tuple[str, ...]:
-    """Say what is known, and what is not, of trials that are watched from outside."""
+    """Notes on trials of a foreign trainer, whose memory is sampled from outside its process."""
     traits = FOREIGN[foreign.trainer]
     title = foreign.title
     seen = "data segments" if device == "cpu" else "device memory used"
@@ -46,7 +46,7 @@ def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> 
 
 
 def lossy_notes(settings: Settings) -> tuple[str, ...]:
-    """Name what is rounded, unlike in AdamW and a model in float32."""
+    """Notes on what optimizer and adapters round, compared with AdamW on a float32 model."""
     said: list[str] = []
     if not settings.optimizer_traits.is_exact:
         parameters = " and parameters" if settings.parameters == "bf16" else ""
@@ -60,7 +60,7 @@ def lossy_notes(settings: Settings) -> tuple[str, ...]:
 
 
 def memory_notes(request: Request, device: Device, budget_bytes: int | None) -> tuple[str, ...]:
-    """Say what each process on the CPU may take where no memory limit is named."""
+    """A note on the memory limit of each CPU process if the user named none."""
     if request.memory is not None or device != "cpu" or budget_bytes is None:
         return ()
     return (
@@ -71,7 +71,7 @@ def memory_notes(request: Request, device: Device, budget_bytes: int | None) -> 
 
 
 def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
-    """Say what offload does not do here, though one would expect it; empty: it does all."""
+    """Notes on offload settings without an effect on this device; empty: all have one."""
     if settings.activations == "host" and device == "cpu":
         return ("on the CPU activations are in host memory in any case",)
     if not (settings.offloads_model or settings.offloads_states):
@@ -88,7 +88,7 @@ def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
 
 
 def placement_notes(request: Request, settings: Settings) -> tuple[str, ...]:
-    """Say where ``--activations auto`` has the activations of one trial."""
+    """A note on where ``--activations auto`` puts the activations of a trial."""
     if request.activations != "auto":
         return ()
     return (f"`--activations auto` is `--activations {settings.activations}` here",)
@@ -97,7 +97,7 @@ def placement_notes(request: Request, settings: Settings) -> tuple[str, ...]:
 def step_notes(
     model: Model, request: Request, settings: Settings, device: Device, longest_tokens: int | None
 ) -> tuple[str, ...]:
-    """Say all that a user should know of a step of our engine before trials start."""
+    """All notes that concern one step of our engine, shown before trials start."""
     return (
         *(*lossy_notes(settings), *offload_notes(settings, device), *own_code_notes(model)),
         *yarn_notes(model, longest_tokens, settings.rope),
@@ -106,7 +106,7 @@ def step_notes(
 
 
 def own_code_notes(model: Model) -> tuple[str, ...]:
-    """Say that code which came with a model is not run."""
+    """A note that code which comes with the model (``auto_map``) is not run."""
     if not has_own_code(read_config(Path(model.directory, "config.json"))):
         return ()
     return (
@@ -116,7 +116,7 @@ def own_code_notes(model: Model) -> tuple[str, ...]:
 
 
 def yarn_notes(model: Model, length_tokens: int | None, rope: Rope) -> tuple[str, ...]:
-    """Warn that YaRN stretches positions further than it is known to serve."""
+    """A warning if YaRN scales positions by a larger factor than published models do."""
     scaled = None if length_tokens is None else yarn(model, length_tokens=length_tokens, rope=rope)
     if scaled is None or scaled.factor <= YARN_IN_USE:
         return ()
@@ -164,7 +164,7 @@ def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) 
 
 
 def prompt_notes(path: Path | str | None, question: Question) -> tuple[str, ...]:
-    """Say that a study's sequences began with a prompt, of which the full loss made no logits."""
+    """A note that a study's sequences began with a prompt, of which the loss made no logits."""
     has_logits = any(cell.settings.holds_logits for cell in question.cells)
     is_synthetic = question.foreign is None and question.data is None
     if not (question.prompt_tokens and has_logits and is_synthetic):

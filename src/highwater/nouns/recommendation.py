@@ -1,5 +1,5 @@
-"""Recommendation: the simplest settings that train a length on some GPUs, why simpler ones do not,
-and what the next would buy; and the query that asks for it, for any number of GPUs and length.
+"""Recommendation: the simplest settings that train a length on some GPUs, why simpler ones fail,
+what more memory-saving ones cost; and the query for it, by number of GPUs and length.
 """
 
 from typing import Any, Literal
@@ -20,7 +20,7 @@ AlternativeKind = Literal["more GPUs", "a larger GPU", "more host memory", "tech
 
 
 class StepTime(Record, frozen=True, kw_only=True):
-    """Time of a step, measured in a trial, or predicted by the rates of such GPUs."""
+    """Time of a training step: measured in a trial, or predicted from the GPU kind's rates."""
 
     time_s: float
     source: Source
@@ -34,7 +34,7 @@ class StepTime(Record, frozen=True, kw_only=True):
 
 
 class Candidate(Record, frozen=True, kw_only=True):
-    """One cell at the length that was asked for."""
+    """One cell, judged at the requested length."""
 
     cell: Cell
     is_lowered: bool
@@ -93,13 +93,13 @@ class Candidate(Record, frozen=True, kw_only=True):
 
 
 def order(cell: Cell, *, is_lowered: bool) -> tuple[int, ...]:
-    """Sort key of cells, with the default token budget or a lowered one, the simplest first."""
+    """Sort key of cells, the simplest first; ``is_lowered``: token budget below the default."""
     offload, *others = simplicity(cell)
     return (offload, int(is_lowered), *others)
 
 
 class Alternative(Record, frozen=True, kw_only=True):
-    """A change that is predicted to train the length, where nothing that was asked about does."""
+    """A change predicted to make the length fit where no requested candidate does."""
 
     kind: AlternativeKind
     what: str
@@ -120,7 +120,7 @@ class Alternative(Record, frozen=True, kw_only=True):
 
 
 class FileChange(Record, frozen=True, kw_only=True):
-    """One change of a user's own file of a trainer, or of the environment of its run."""
+    """One change of the user's own trainer file, or of the run's environment."""
 
     words: str
     """In the trainer's own keys, for example ``micro_batch_size: 1``, between backticks."""
@@ -129,7 +129,7 @@ class FileChange(Record, frozen=True, kw_only=True):
 
 
 class Recommendation(Record, frozen=True, kw_only=True):
-    """Every cell at one length, the simplest first, and which to take."""
+    """Every candidate at one length, the simplest first, and the one to use."""
 
     schema_version: int = 1
     model_name: str
@@ -179,7 +179,7 @@ class Recommendation(Record, frozen=True, kw_only=True):
 
     @property
     def earlier(self) -> tuple[Candidate, ...]:
-        """The simpler candidates, none of which fits; all candidates where none does."""
+        """The candidates simpler than the chosen one, none of which fits; all if none is chosen."""
         if self.chosen is None:
             return self.candidates
         return self.candidates[: self.candidates.index(self.chosen)]
@@ -221,7 +221,7 @@ class Query(Record, frozen=True, kw_only=True):
         }
 
     def words(self, *, gpus: int, length_tokens: int) -> tuple[str, ...]:
-        """Words to type that ask the same."""
+        """Words to type that ask this query for ``gpus`` GPUs and a length."""
         asked = self.arguments(gpus=gpus)
         studies = asked.pop("studies", ())
         if asked["trainer"] == OURS:

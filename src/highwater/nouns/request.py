@@ -1,4 +1,4 @@
-"""Request: what a user asks for, as flags of ``find``, keys of ``--config`` or API keywords."""
+"""Request: a user's settings, from flags of ``find``, a ``--config`` file or Python keywords."""
 
 import re
 import shlex
@@ -197,9 +197,7 @@ else:
 
 
 class Request(_WithSettings, frozen=True, kw_only=True):
-    """A search for the longest context that trains. Sizes as "80GiB", lengths as "32k", times as
-    "40m".
-    """
+    """A search for the longest context that trains: sizes "80GiB", lengths "32k", times "40m"."""
 
     # It has every field of Settings, of Hyperparameters and of RolloutRequest, too: read them as
     # `settings`, `hyperparameters` and `rollout_request`
@@ -361,7 +359,16 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that cannot work, whatever the model and the machine."""
-        _check_texts(self)
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, str) and (
+                "\0" in value or any("\ud800" <= character <= "\udfff" for character in value)
+            ):
+                raise RefusedError(
+                    name,
+                    f"{name} {value!r} is no text that a file could be called",
+                    hint="leave such characters out",
+                )
         for row in DECLARED.values():
             try:
                 getattr(self, row.sets)  # a size, a length or a time that can be read
@@ -373,7 +380,20 @@ class Request(_WithSettings, frozen=True, kw_only=True):
             if why is not None:
                 raise RefusedError(name, why, hint="for example `{}`", example=default)
         for name in ("gpus", "ulysses", "ring", "copies"):
-            _check_counts(name, getattr(self, name))
+            counts: tuple[int, ...] | None = getattr(self, name)
+            if counts is None:
+                continue
+            if not counts or min(counts) < 1:
+                problem = f"{name} is {' '.join(map(str, counts)) or 'empty'}"
+                hint = "use 1 or more, for example `{}`"
+                raise RefusedError(name, problem, hint=hint, example=[1])
+            if max(counts) > MOST_GPUS:
+                problem = f"{name} is {max(counts)}, and {MOST_GPUS} is the most"
+                raise RefusedError(name, problem, hint="use `{}` or fewer", example=[MOST_GPUS])
+            if len(counts) > MOST_NAMED:
+                problem = f"{name} names {len(counts)} numbers, and {MOST_NAMED} is the most"
+                hint = "name fewer, for example `{}`"
+                raise RefusedError(name, problem, hint=hint, example=[1, 2, 4, 8])
         for name, least in (("max_concurrent_trials", 1), ("nodes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -402,7 +422,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """The numbers that every rung trains with."""
+        """The hyperparameters that all trials train with."""
         every = ((name, getattr(self, name)) for name in DEFAULTS)
         return Hyperparameters(**{name: value for name, value in every if value is not None})
 
@@ -427,7 +447,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def host_memory_bytes(self) -> int | None:
-        """Bound on the memory of a machine; None: what its control group may take."""
+        """Limit of a machine's host memory in bytes; None: the limit of its control group."""
         return None if self.host_memory is None else parse_memory(str(self.host_memory))
 
     @property
@@ -447,12 +467,12 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def token_budget_tokens(self) -> int | None:
-        """Tokens of a micro-batch for each GPU; None: the number of sequences is given."""
+        """Tokens of a micro-batch for each GPU; None: its number of sequences is set instead."""
         return None if self.token_budget is None else parse_tokens(str(self.token_budget))
 
     @property
     def resolution_tokens(self) -> int | None:
-        """Step between lengths; None: the published grid."""
+        """Step between lengths in tokens; None: the published grid."""
         return None if self.resolution is None else parse_tokens(str(self.resolution))
 
     @property
@@ -462,12 +482,12 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def timeout_s(self) -> float:
-        """Longest time for one trial in seconds, where no budget says another."""
+        """Time limit of one trial in seconds, unless the search's budget sets a shorter one."""
         return _USUAL_TIMEOUT_S if self.timeout is None else parse_seconds(str(self.timeout))
 
     @property
     def budget_s(self) -> float | None:
-        """Longest time for the whole search in seconds; None: nobody named one."""
+        """Time limit of the whole search in seconds; None: no limit was named."""
         return None if self.budget is None else parse_seconds(str(self.budget))
 
 
@@ -490,7 +510,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
 
 
 def taken_by(command: CommandName, *, but_not: CommandName | None = None) -> tuple[Setting, ...]:
-    """The settings that a command takes and another does not, in the order of its help."""
+    """The settings that ``command`` takes and ``but_not`` does not, in the order of the help."""
     return tuple(
         row
         for rows in TOPICS.values()
@@ -502,16 +522,19 @@ def taken_by(command: CommandName, *, but_not: CommandName | None = None) -> tup
 def request_from(
     values: Mapping[str, object], *, config_file: str | None = None, keywords: bool = False
 ) -> Request:
-    """The request made of loose values: strings from a command line, keywords from Python, or those
-    of a configuration file. Errors speak as the user does: ``config_file`` names the file that the
-    values come from, ``keywords`` says that it is Python; neither: they were typed. Raises
-    UsageError for unknown names and values, with the nearest that is known.
+    """Make a request of values from the command line, from Python (``keywords``), or from a file
+    (``config_file`` is its name in errors). Errors spell settings as that source does. Raises
+    UsageError for unknown names and values, with the most similar known name.
     """
     spelling = in_file(config_file) if config_file else KEYWORDS if keywords else TYPED
     _check_names(values, spelling)
     values = {name: _loosened(name, value) for name, value in values.items()}
-    if spelling is TYPED and values.get("gpus") is not None:
-        _refuse_card(values["gpus"])
+    if spelling is TYPED and (gpus := values.get("gpus")) is not None:
+        # a card's number in a count's place: `4090`, as `predict` takes
+        shown = " ".join(map(str, gpus)) if isinstance(gpus, list | tuple) else str(gpus)
+        if (kind := kind_by_number(shown)) is not None:
+            problem = f"gpus {shown!r} is {kind.name}, and a count is asked for"
+            raise UsageError(problem, hint=f"for example `{_elsewhere(shown)}`")
     try:
         request = msgspec.convert(values, Request, strict=config_file is not None)
     except msgspec.ValidationError as error:
@@ -526,7 +549,7 @@ def request_from(
 
 
 def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
-    """Raise UsageError for an unknown name, for no model, and for two names of one thing."""
+    """Raise UsageError for an unknown name, a missing model, or two names of one setting."""
     where = spelling.where
     for name in values:
         if name not in DECLARED:
@@ -552,7 +575,7 @@ def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
 
 
 def _loosened(name: str, value: object) -> object:
-    """The value with a lone number as a list, or a text as its number: ``1e-6`` in YAML is text."""
+    """The value, a lone number as a list, a text as its number: ``1e-6`` in YAML is text."""
     if DECLARED[name].is_list and type(value) is int:
         return [value]
     if name == SETTING:
@@ -567,7 +590,7 @@ def _loosened(name: str, value: object) -> object:
 def _mistyped(
     error: msgspec.ValidationError, values: Mapping[str, object], spelling: Spelling
 ) -> UsageError:
-    """The codec's error in the user's words: its path names the setting."""
+    """Turn a codec's error into a UsageError that names the setting as the user spelled it."""
     path = re.search(r"\$\.(\w+)", str(error))
     if path is None:
         return UsageError(f"{spelling.where}{error}", hint=_EVERY_SETTING)
@@ -596,16 +619,8 @@ def _mistyped(
     return UsageError(f"{problem} {row.kind.expected}", hint=f"for example `{works}`")
 
 
-def _refuse_card(gpus: object) -> None:
-    """Raise UsageError for a card's number in a count's place: ``4090``, as `predict` takes."""
-    shown = " ".join(map(str, gpus)) if isinstance(gpus, list | tuple) else str(gpus)
-    if (kind := kind_by_number(shown)) is not None:
-        problem = f"gpus {shown!r} is {kind.name}, and a count is asked for"
-        raise UsageError(problem, hint=f"for example `{_elsewhere(shown)}`")
-
-
 def _elsewhere(shown: str) -> str:
-    """Flags, within a hint, for GPUs named as `predict` takes them; UsageError for other texts."""
+    """Flags, for a hint, for GPUs of another machine; UsageError if ``shown`` names none."""
     meant = cluster(shown, gpu_memory_bytes=None, machine=None)
     memory = format_bytes(meant.device_bytes).replace(" ", "")
     works = f"--gpus {meant.gpus}`; find and try take as many that are elsewhere: `--gpus "
@@ -613,7 +628,7 @@ def _elsewhere(shown: str) -> str:
 
 
 def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple[str, ...]:
-    """Flags of these settings: allocator, loss and all that are no default, less ``but_not``."""
+    """Flags for these settings: allocator, loss and all non-default values, less ``but_not``."""
     asked, usual = values_of(settings), values_of(_RUNG)
     named = {name: asked.pop(name) for name in _OF_THE_LADDER}
     named |= {name: value for name, value in asked.items() if value != usual.get(name)}
@@ -621,7 +636,7 @@ def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple
 
 
 def values_of(settings: Settings) -> dict[str, Any]:
-    """The values of these settings in a request, by its fields."""
+    """These settings as values of a request, by the request's field names."""
     values = {row.name: row.typed_for(getattr(settings, field)) for field, row in RUNG_ROWS.items()}
     if settings.token_budget_tokens is not None:
         del values["sequences_per_micro_batch"]
@@ -631,41 +646,13 @@ def values_of(settings: Settings) -> dict[str, Any]:
 def trial_flags(
     cell: Cell, length_tokens: int, foreign: ForeignName | None = None
 ) -> tuple[str, ...]:
-    """Flags of ``highwater try`` for a cell at a length, less those its trainer cannot be told."""
+    """Flags of ``highwater try`` for a cell at a length, less those its trainer cannot take."""
     refused = FOREIGN[foreign].refused(DECLARED) if foreign else ()
     whose = ("--trainer", foreign) if foreign else ()
     settings = setting_flags(cell.settings, but_not=refused)
     degrees = {n: each for n, each in cell.layout.degree_settings.items() if n not in refused}
     where = words_of({"gpus": cell.layout.gpus, **degrees})
     return (*where, "--length", str(length_tokens), *whose, *settings)
-
-
-def _check_texts(request: Request) -> None:
-    """Raise RefusedError for a text with a zero byte or half of a character: no system takes it."""
-    for name in request.__struct_fields__:
-        value = getattr(request, name)
-        if isinstance(value, str) and (
-            "\0" in value or any("\ud800" <= character <= "\udfff" for character in value)
-        ):
-            raise RefusedError(
-                name,
-                f"{name} {value!r} is no text that a file could be called",
-                hint="leave such characters out",
-            )
-
-
-def _check_counts(name: str, counts: tuple[int, ...] | None) -> None:
-    if counts is None:
-        return
-    if not counts or min(counts) < 1:
-        problem = f"{name} is {' '.join(map(str, counts)) or 'empty'}"
-        raise RefusedError(name, problem, hint="use 1 or more, for example `{}`", example=[1])
-    if max(counts) > MOST_GPUS:
-        problem = f"{name} is {max(counts)}, and {MOST_GPUS} is the most"
-        raise RefusedError(name, problem, hint="use `{}` or fewer", example=[MOST_GPUS])
-    if len(counts) > MOST_NAMED:
-        problem = f"{name} names {len(counts)} numbers, and {MOST_NAMED} is the most"
-        raise RefusedError(name, problem, hint="name fewer, for example `{}`", example=[1, 2, 4, 8])
 
 
 def _check_runner(request: Request) -> None:
@@ -702,7 +689,7 @@ def _check_runner(request: Request) -> None:
 
 
 def _check_memory(request: Request) -> None:
-    """Raise RefusedError for a memory in which no trial fits, or whose unit was left out."""
+    """Raise RefusedError for a memory too small for any trial, or given without a unit."""
     if request.memory_bytes is None or request.memory_bytes >= _SMALLEST_MEMORY_BYTES:
         return
     count, size = str(request.memory).strip(), request.memory_bytes

@@ -1,7 +1,7 @@
-"""Secrets: what looks like a token, a key or a password is hidden.
+"""Hide secrets: text that looks like a token, a key or a password.
 
-It is hidden in commands, where an exception's text is kept or printed, and in reports. Exceptions
-and logs are written by anybody's code: what is kept of them has a bound, too.
+Secrets are hidden in commands, in recorded or printed exceptions, and in reports. Any code may
+write exceptions and logs: the text that is kept of them is limited in size, too.
 """
 
 import re
@@ -90,14 +90,14 @@ _PLACEHOLDER = re.compile(r"\{\w+\}")
 
 
 def without_secrets(text: str) -> str:
-    """The text with what looks like a secret hidden; what nobody would recognise stays."""
+    """The text with recognised secrets hidden; a secret of unknown form stays."""
     for pattern in _PATTERNS:
         text = pattern.sub(rf"\g<1>{HIDDEN}", text)
     return text
 
 
 def hidden_words(words: Iterable[str]) -> tuple[str, ...]:
-    """A command's words with secrets hidden by the names before them: ``--api-key x``."""
+    """A command's words with the values of secret flags hidden: ``--api-key x``."""
     return tuple(_hidden_word(word, before) for before, word in pairwise(("", *words)))
 
 
@@ -121,7 +121,7 @@ def _hidden_word(word: str, before: str) -> str:
 
 
 def _is_value(word: str, before: str) -> bool:
-    """True if a word is the value of a secret's flag."""
+    """True if ``word`` is the value of the secret flag ``before``."""
     return bool(_FLAG.fullmatch(before)) and _is_secret(before) and not _ends_value(word)
 
 
@@ -130,7 +130,7 @@ def _ends_value(word: str) -> bool:
 
 
 def _is_secret(name: str) -> bool:
-    """True if a flag or a variable of this name has a secret, however its words are joined."""
+    """True if a flag or variable of this name holds a secret, however its words are joined."""
     if name in ("PWD", "OLDPWD"):  # a shell's directories
         return False
     letters = re.sub(r"[^a-z]", "", name.lower())
@@ -140,7 +140,7 @@ def _is_secret(name: str) -> bool:
 
 
 def kept(text: str, *, most: int = KEPT) -> str:
-    """Beginning and end of an exception's text, whole up to ``most``, and without secrets."""
+    """Start and end of an exception's text, all of it if below ``most``, without secrets."""
     if len(text) <= most:
         return without_secrets(text)
     head, tail = most * 3 // 4 - _MARK, most // 4 - _MARK  # no longer than what is kept as it is

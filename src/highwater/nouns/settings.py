@@ -1,5 +1,5 @@
-"""Settings: what one rung fixes about the training step, whatever the model, the length and the
-GPUs; and these in words, a few for a table's column, in full for a sentence.
+"""Settings of a training step, apart from model, length and GPUs; and their descriptions in words,
+a few for a table's column, in full for a sentence.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +29,6 @@ from highwater.nouns.objective import (
     ObjectiveTraits,
     OptimizerName,
     OptimizerTraits,
-    check_lora,
 )
 from highwater.nouns.sparse_pattern import (
     READ_BY,
@@ -73,7 +72,7 @@ PATTERN_FIELDS = (
 
 
 class ActivationPlan(Record, frozen=True, kw_only=True):
-    """Places of the activations of a model's layers, which count from 0."""
+    """Places of each layer's activations, on the GPU or the host. Layers count from 0."""
 
     layers: int
     layers_on_gpu: int
@@ -85,14 +84,14 @@ class ActivationPlan(Record, frozen=True, kw_only=True):
         return max(0, self.layers - self.layers_on_gpu)
 
     def first_on_gpu(self, layer: int) -> int:
-        """The first layer whose activations are on the GPU during the backward pass of ``layer``:
-        with host memory the layer before, whose activations are on their way back.
+        """First layer whose activations are on the GPU during the backward pass of ``layer``: with
+        activations on the host the layer before it, as they are already being copied back.
         """
         return max(0, min(layer - 1, self.layers_on_host)) if self.layers_on_host else 0
 
 
 class Settings(DeclaredRecord, frozen=True, kw_only=True):
-    """Settings of a step: loss, allocator, offload and so on. A set that is tried is a rung."""
+    """Settings of a training step: loss, allocator, offload and so on; a rung of the ladder."""
 
     strategy: Strategy = setting(
         "fsdp2", "how parameters, gradients and optimizer states are sharded"
@@ -363,7 +362,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for counts that cannot be, and for settings that exclude each other."""
+        """Raise UsageError for counts out of range, and for settings that exclude each other."""
         for name, words, more in _COUNTED:
             flag, count = RUNG_ROWS[name].flag, getattr(self, name)
             if count is not None and count < 1:
@@ -375,11 +374,10 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
             if is_broken(self):
                 raise UsageError(problem.format(s=self), hint=hint.format(s=self))
         _refuse_idle(self)
-        if self.adapters is not None:
-            check_lora(self.adapters)
+        _ = self.adapters  # made once here, so that it is refused here
 
     def sequences(self, length_tokens: int, *, context_degree: int) -> int:
-        """Sequences of this length in one micro-batch; 0: the token budget does not hold one."""
+        """Sequences of this length in a micro-batch; 0: the token budget is too small for one."""
         if self.token_budget_tokens is None:
             return self.sequences_per_micro_batch
         held = self.token_budget_tokens * context_degree // length_tokens
@@ -387,19 +385,19 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         return held // together * together
 
     def activation_plan(self, layers: int) -> ActivationPlan:
-        """The places of the activations of a model with so many layers."""
+        """Where the activations of a model with ``layers`` layers are kept."""
         on_gpu = layers if self.activations == "gpu" else min(self.layers_on_gpu, layers)
         return ActivationPlan(layers=layers, layers_on_gpu=on_gpu)
 
     def longest_tokens(self, *, context_degree: int) -> int | None:
-        """The longest sequence that the token budget holds; None without one."""
+        """Longest sequence, in tokens, within the token budget; None if there is no budget."""
         if self.token_budget_tokens is None:
             return None
         return self.token_budget_tokens * context_degree // self.traits.documents_together
 
     @property
     def named(self) -> frozenset[str]:
-        """The fields that are not the default: as far as can be seen, those that were named."""
+        """Names of the fields that differ from their defaults."""
         usual = Settings()
         fields = self.__struct_fields__
         return frozenset(name for name in fields if getattr(self, name) != getattr(usual, name))
@@ -411,7 +409,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def adapters(self) -> Lora | None:
-        """The adapters that are trained in the place of the model; None: the model itself is."""
+        """The LoRA adapters to train; None if the model's own parameters are trained."""
         if self.lora is None:
             return None
         alpha = 2 * self.lora if self.lora_alpha is None else self.lora_alpha
@@ -419,7 +417,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def has_second_model(self) -> bool:
-        """True if the reference is a second model; with adapters it is the policy without them."""
+        """True if a reference model is held; with adapters, the policy without them serves."""
         return self.traits.has_reference and self.lora is None
 
     @property
@@ -457,26 +455,26 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def keeps_gradients(self) -> bool:
-        """True if gradients stay allocated from the start, for micro-batches to be added to; else a
-        backward pass makes them as activations go, and the update frees them. Offloaded gradients
-        stay: no activation wants their place in host memory.
+        """True if gradients are allocated for the whole step: when they accumulate over
+        micro-batches, or are offloaded. Else the backward pass allocates them while activations are
+        freed, and the update frees them.
         """
         return self.accumulates or self.offloads_model
 
     @property
     def holds_logits(self) -> bool:
-        """True if the logits of a whole micro-batch are alive at once."""
+        """True if the logits of a whole micro-batch are in memory at once."""
         return self.loss == "full" and self.entropy != "chunked" and not self.traits.gives_scalars
 
     @property
     def label(self) -> str:
-        """The rung's name in published guides: ``vanilla``, ``Env``, ``Env + Offload``."""
+        """The settings' name in published guides: ``vanilla``, ``Env``, ``Env + Offload``."""
         parts = (row.label_of(getattr(self, row.sets)) for row in _IN_A_LABEL)
         return " + ".join(filter(None, parts)) or "vanilla"
 
     @property
     def slug(self) -> str:
-        """The rung's name in paths, ``env+offload``: the label in lower case, without blanks."""
+        """The settings' name in paths, ``env+offload``: the label in lower case, without spaces."""
         return self.label.lower().replace(" ", "")
 
 
@@ -679,14 +677,14 @@ _IN_A_TABLE, _IN_A_SENTENCE = 0, 1
 
 
 def shared_training(every: Iterable[Settings]) -> str:
-    """The training that all have in common, if it is not the usual one: ``LoRA of rank 16``."""
+    """The kind of training that all settings share: ``LoRA of rank 16``; empty: usual or mixed."""
     said = {", ".join(other_training(settings)) for settings in every}
     return said.pop() if len(said) == 1 else ""
 
 
 def short_settings(settings: Settings, *, but: str = "") -> str:
-    """Settings in a few words, to tell rows of a table apart: ``expandable, chunked loss, states on
-    host``; ``nothing set`` without any. ``but``: what all rows train, if said above them.
+    """Settings in a few words for a table: ``expandable, chunked loss, states on host``; or
+    ``nothing set``. ``but``: the kind of training, if a line above the table already says it.
     """
     told = _words(settings, _IN_A_TABLE)
     first = [told.pop(name) for name in ("allocator", "loss", "entropy", "offload") if name in told]
@@ -705,8 +703,8 @@ def settings_in_words(
     is_scaled: bool = False,
 ) -> str:
     """Settings and degrees as the end of a sentence that says "with": ``expandable segments, a
-    chunked loss and each sequence shared by 2 GPUs (Ulysses)``. ``host_bytes`` is what offload
-    takes of the host's memory; ``is_lowered`` says that a micro-batch holds fewer sequences than by
+    chunked loss and each sequence shared by 2 GPUs (Ulysses)``. ``host_bytes`` is the host memory
+    that offload takes; ``is_lowered`` says that a micro-batch holds fewer sequences than by
     default, ``is_scaled`` that YaRN scales the positions.
     """
     told = _words(settings, _IN_A_SENTENCE)
@@ -722,7 +720,7 @@ def settings_in_words(
 
 
 def _words(settings: Settings, where: int) -> dict[str, str]:
-    """Words for each setting, by name, that is no default and not in ``other_training``."""
+    """Words for each setting that is no default and not in ``other_training``, by name."""
     told: dict[str, str] = {}
     for row in _IN_A_LABEL:
         value = getattr(settings, row.sets)
@@ -740,9 +738,9 @@ _OF_ANOTHER_TRAINING = ("lora", "lora_targets", "lora_base", "optimizer", "param
 
 
 def other_training(settings: Settings) -> list[str]:
-    """Words for what is trained, and how it is updated, unless it is all of a model by AdamW in
-    float32: ``LoRA of rank 32 beside a model in NF4``, ``AdamW with moments of 8 bits``. Settings
-    for one such training are none for another.
+    """Words for the kind of training, unless it is full training by AdamW in float32: ``LoRA of
+    rank 32 beside a model in NF4``, ``AdamW with moments of 8 bits``. Capacities of different kinds
+    of training are not comparable.
     """
     said: list[str] = []
     if settings.lora is not None:

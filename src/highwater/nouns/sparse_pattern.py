@@ -1,4 +1,4 @@
-"""Sparse patterns: which keys the tokens of a sequence keep, in blocks, and how large a share.
+"""Sparse patterns: which keys the tokens of a sequence keep, in blocks, and what share of them.
 
 Attention is causal: shares are of the pairs of a token and one that is not after it.
 
@@ -40,7 +40,7 @@ _LEAST = {"block_size": 1, "local_window_size": 1, "global_tokens": 0, "seed": 0
 
 
 def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
-    """Raise UsageError for a value that is none of ``words``, with the nearest of them."""
+    """Raise UsageError if ``value`` is not in ``words``; the hint has the most similar word."""
     if value in words:
         return
     listed = "`highwater schema` lists every setting"
@@ -54,7 +54,7 @@ def is_count(value: object, *, least: int = 1) -> bool:
 
 
 def refuse_branches(lengths: Sequence[int], rates: Sequence[int]) -> None:
-    """Raise UsageError for segments and rates of dilated attention that cannot be."""
+    """Raise UsageError for invalid segment lengths and dilation rates of dilated attention."""
     if len(lengths) != len(rates) or not lengths:
         raise UsageError(
             f"{len(lengths)} segment lengths and {len(rates)} dilation rates",
@@ -83,9 +83,20 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
     """Seed of ``random``'s draws."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an unknown pattern, and for numbers out of range."""
+        """Raise UsageError for an unknown pattern, and for a field out of its range."""
         check_word("pattern_type", self.pattern_type, get_args(PatternType))
-        self._check_ratio()
+        ratio: Any = self.sparsity_ratio
+        if ratio == "adaptive" and self.is_windowed:
+            raise UsageError(
+                f"sparsity_ratio adaptive: the window of {self.pattern_type} says what is kept",
+                hint='leave `sparsity_ratio` out, or use `pattern_type="dilated_sparse"`',
+            )
+        is_number = isinstance(ratio, float | int) and not isinstance(ratio, bool)
+        if ratio not in (None, "adaptive") and not (is_number and 0 < ratio <= 1):
+            raise UsageError(
+                f"sparsity_ratio {ratio!r}: it is the share of key blocks that are kept",
+                hint='use a number above 0 and up to 1, for example 0.05, or "adaptive"',
+            )
         for name, least in _LEAST.items():
             value: object = getattr(self, name)
             if not is_count(value, least=least):
@@ -98,40 +109,24 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
                 hint=f"use {MOST_BLOCK_TOKENS} or less",
             )
 
-    def _check_ratio(self) -> None:
-        ratio: Any = self.sparsity_ratio
-        if ratio is None or (ratio == "adaptive" and not self.is_windowed):
-            return
-        if ratio == "adaptive":
-            raise UsageError(
-                f"sparsity_ratio adaptive: the window of {self.pattern_type} says what is kept",
-                hint='leave `sparsity_ratio` out, or use `pattern_type="dilated_sparse"`',
-            )
-        is_number = isinstance(ratio, float | int) and not isinstance(ratio, bool)
-        if not is_number or not 0 < ratio <= 1:
-            raise UsageError(
-                f"sparsity_ratio {ratio!r}: it is the share of key blocks that are kept",
-                hint='use a number above 0 and up to 1, for example 0.05, or "adaptive"',
-            )
-
     @property
     def is_windowed(self) -> bool:
-        """True if a window defines what is kept."""
+        """True if the pattern is defined by a window of tokens."""
         return self.pattern_type in WINDOWED
 
     @property
     def follows_content(self) -> bool:
-        """True if the kept keys depend on what queries and keys are, and differ by head."""
+        """True if the kept keys depend on the values of queries and keys, and differ by head."""
         return self.pattern_type == "block_top_k"
 
     def at(self, length_tokens: int) -> "SparsePatternConfig":
-        """The pattern for parts of a sequence: ``adaptive`` has the share of the whole length."""
+        """The pattern for parts of a sequence: ``adaptive`` becomes the whole length's ratio."""
         if self.sparsity_ratio != "adaptive":
             return self
         return self.replace(sparsity_ratio=self.ratio_at(length_tokens))
 
     def ratio_at(self, length_tokens: int) -> float:
-        """Share of the key blocks that a row of blocks keeps, in a pattern without a window."""
+        """Share of the key blocks that each row of blocks keeps, in a pattern without a window."""
         if self.sparsity_ratio == "adaptive":
             return next(
                 share for longest, share in ADAPTIVE if longest is None or length_tokens <= longest
@@ -144,14 +139,14 @@ _CONTRADICTED = 0.1
 
 
 def causal_pairs(length_tokens: int) -> int:
-    """Number of pairs of a token and one that is not after it."""
+    """Number of pairs of a token and itself or an earlier token: L (L + 1) / 2."""
     return length_tokens * (length_tokens + 1) // 2
 
 
 def kept_pairs(pattern: SparsePatternConfig, length_tokens: int) -> int:
-    """Pairs of a token and a key that it sees, in one head and one document. By a ratio each row of
-    blocks keeps its own block, of which half is causal, and whole earlier ones; by a window each
-    token keeps what the window holds, and the global tokens before it.
+    """Number of query-key pairs that are computed, in one head and one document. By a ratio, each
+    row of blocks keeps whole earlier blocks and its own, which is causal; by a window, each token
+    keeps the tokens within the window and the global tokens before it.
     """
     if pattern.is_windowed:
         return _pairs_in_window(pattern, length_tokens)
@@ -204,7 +199,7 @@ def dilated_pairs(
 
 
 def _counts(pattern: SparsePatternConfig, length_tokens: int) -> Iterator[int]:
-    """Blocks that each row keeps among those up to its own: the ratio of them, rounded up."""
+    """Yield each block row's number of kept blocks, its own included: the ratio, rounded up."""
     ratio = pattern.ratio_at(length_tokens)
     for row in range(-(-length_tokens // pattern.block_size)):
         # a whole number but for its last bits is one

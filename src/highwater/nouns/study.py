@@ -1,4 +1,4 @@
-"""Studies: what one asks (Question, Cell, Grid), its answers, its record, its headroom."""
+"""Studies: a study's question (Question, Cell, Grid), its answers and trials, and its headroom."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -105,8 +105,8 @@ def usual_grid(
     resolution_tokens: int | None = None,
     max_tokens: int = CEILING_TOKENS,
 ) -> Grid:
-    """The lengths of the published tables, or as fine and as far as was asked, for a model of this
-    native length; past it steps are a quarter of it.
+    """Grid of lengths for a model of this native length: the published tables' grid, or the given
+    step and maximum; past the native length steps are a quarter of it.
     """
     return Grid(
         start_tokens=start_tokens,
@@ -128,7 +128,7 @@ Limit = Literal["memory", "host_memory", "ceiling", "time", "inconclusive"]
 
 
 class Cell(Record, frozen=True, kw_only=True):
-    """Settings on a layout of GPUs: what has a capacity."""
+    """Settings on a layout of GPUs. A cell is what has a capacity."""
 
     layout: Layout
     settings: Settings
@@ -150,13 +150,13 @@ class Cell(Record, frozen=True, kw_only=True):
         return self.label_on("cuda")
 
     def label_on(self, device: Device) -> str:
-        """The label in the device's words: a rank on the CPU is a process, not a GPU."""
+        """The cell's label; on the CPU it counts processes instead of GPUs."""
         ranks = counted_ranks(self.layout.gpus, device)
         return f"{short_settings(self.settings)}, {ranks}{self.layout.suffix}"
 
 
 class Question(Record, frozen=True, kw_only=True):
-    """The question of a study. Two questions with one key ask the same."""
+    """The question of a study. Equal keys mean the same question."""
 
     model: Model
     device: Device
@@ -227,8 +227,8 @@ class Question(Record, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Digest of the question, which names its study. It leaves out where the model lies, its
-        layers as they were read (its configuration's digest tells them), and the time limit.
+        """Digest of the question, which names its study. It leaves out the model's folder, its
+        layers as read (the configuration's digest covers them), and the time limit.
         """
         return key_of(
             self,
@@ -244,8 +244,8 @@ class Question(Record, frozen=True, kw_only=True):
         return min(self.grid.size, self.grid.index_at_most(longest))
 
     def tiled_from(self, cell: Cell) -> int:
-        """Index of the shortest length whose experts go in tiles: some shorter ones take more
-        memory. 0: they never do, or a token budget says how much is packed.
+        """Index of the shortest length at which experts run in tiles: some shorter lengths take
+        more memory. 0: they never do, or a token budget decides what is packed.
         """
         settings = cell.settings
         can_tile = self.model.shape.model_type in TILED_EXPERTS
@@ -255,8 +255,9 @@ class Question(Record, frozen=True, kw_only=True):
         return self.grid.index_at_most(whole_tokens // settings.sequences_per_micro_batch) + 1
 
     def growing_ranges(self, cell: Cell, size: int) -> Iterator[tuple[int, int]]:
-        """Ranges of grid indices, first and last, the longest lengths first. Within each a longer
-        length takes more: as many sequences are packed, and all experts go in tiles or none do.
+        """Yield ranges of grid indices, (first, last), the longest lengths first. Within a range a
+        longer length takes more memory: as many sequences are packed, and experts always or never
+        run in tiles.
         """
         tiled_from, degree = self.tiled_from(cell), cell.layout.context_degree
 
@@ -272,7 +273,7 @@ class Question(Record, frozen=True, kw_only=True):
             size = first - 1
 
     def counts_as_fit(self, result: TrialResult) -> bool:
-        """True if a trial fit, memory-only too, with as much headroom as was asked for."""
+        """True if a trial fit, full or memory-only, and left at least the question's headroom."""
         has_margin = self.margin_bytes == 0 or (result.headroom_bytes or 0) >= self.margin_bytes
         return result.outcome.is_fit and has_margin
 
@@ -299,7 +300,7 @@ class Question(Record, frozen=True, kw_only=True):
 
 
 class MemoryOnlyFit(Record, frozen=True, kw_only=True):
-    """A length that a memory-only trial proved: memory holds it, and nobody trained it."""
+    """A length that a memory-only trial proved: it fits in memory, but was not trained."""
 
     length_tokens: int
     peak_reserved_bytes: int | None
@@ -337,17 +338,17 @@ class CellAnswer(Record, frozen=True, kw_only=True):
 
     @property
     def reach_tokens(self) -> int | None:
-        """Longest length that memory was seen to hold, by either proof."""
+        """Longest length that was seen to fit, in full or memory-only."""
         return self.capacity_tokens if self.memory_only is None else self.memory_only.length_tokens
 
     @property
     def is_undecided(self) -> bool:
-        """True if a longer length may fit: time ended the search, or no attempt there told."""
+        """True if a longer length may fit: time ran out, or the trials there were inconclusive."""
         return self.limit in ("time", "inconclusive")
 
     @property
     def is_at_least(self) -> bool:
-        """True if something fit, and no longer length is known not to."""
+        """True if some length fit, and no longer length is known to fail."""
         return bool(self.reach_tokens) and self.does_not_fit_tokens is None
 
 
@@ -377,13 +378,13 @@ class RecordedTrial(Record, frozen=True, kw_only=True):
         return Cell(layout=self.spec.layout, settings=self.spec.settings)
 
     def ran_out_of_less_than(self, timeout_s: float) -> bool:
-        """True if the trial timed out under a shorter limit than this one."""
+        """True if the trial timed out under a shorter limit than ``timeout_s``."""
         is_late = self.result is not None and self.result.outcome is Outcome.TIMEOUT
         return is_late and self.timeout_s is not None and self.timeout_s < timeout_s
 
 
 class Past(Record, frozen=True, kw_only=True):
-    """A study's record of one cell, for whoever goes on with its search."""
+    """Earlier results of one cell, from which a search continues."""
 
     answer: CellAnswer | None = None
     """The cell's answer, unless there is more time now than it had: it is not searched again."""
@@ -392,7 +393,7 @@ class Past(Record, frozen=True, kw_only=True):
 
 
 class Expectation(Record, frozen=True, kw_only=True):
-    """A prediction of a cell before its first trial; one by trace or file also orders bisection."""
+    """A cell's prediction before its first trial; one by trace or file also orders bisection."""
 
     cell: Cell
     likely_tokens: int
@@ -429,7 +430,7 @@ class Study(Record, frozen=True, kw_only=True):
 
     @property
     def versions(self) -> dict[str, tuple[str, ...]]:
-        """Versions of packages that its trials ran with: by package, in order of appearance."""
+        """Versions of packages in the study's trials: by package, in order of appearance."""
         found: dict[str, dict[str, None]] = {}
         for trial in self.trials:
             for rank in trial.result.ranks if trial.result else ():
@@ -443,11 +444,11 @@ class Study(Record, frozen=True, kw_only=True):
         return sum(trial.result is not None for trial in self.trials)
 
     def answer_of(self, cell: Cell) -> CellAnswer | None:
-        """The cell's answer; None where there is none yet."""
+        """The cell's answer; None if it has none yet."""
         return next((answer for answer in self.answers if answer.cell == cell), None)
 
     def unproven_of(self, cell: Cell) -> UnprovenAnswer | None:
-        """The cell's answer that its trials do not prove; None where there is none."""
+        """The cell's answer, if its trials do not prove it; else None."""
         return next((each for each in self.unproven if each.answer.cell == cell), None)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
@@ -460,7 +461,7 @@ class Study(Record, frozen=True, kw_only=True):
         return tuple((spec, result) for spec, result in ended if result and result.outcome.tells)
 
     def longest_fit_tokens(self, cell: Cell, outcome: Outcome | None = Outcome.FIT) -> int | None:
-        """The cell's longest fit so far, by this outcome (None: by any); None: there is none."""
+        """Longest length of the cell's trials with this outcome (None: any fit), else None."""
         fits = (
             trial.spec.length_tokens
             for trial in self.trials_of(cell)
@@ -476,7 +477,7 @@ class Study(Record, frozen=True, kw_only=True):
         return len(self.answers_within(self.question.timeout_s)) == len(self.question.cells)
 
     def answers_within(self, timeout_s: float | None) -> tuple[CellAnswer, ...]:
-        """Answers from no less time than this; all of them, where the question has no limit."""
+        """Answers found under a limit of ``timeout_s`` or more; all if the question has none."""
         if timeout_s is None or not self.answers_within_s:
             return self.answers
         pairs = zip(self.answers, self.answers_within_s, strict=True)
@@ -484,7 +485,7 @@ class Study(Record, frozen=True, kw_only=True):
 
     @property
     def longest_timeout_s(self) -> float | None:
-        """The longest time limit of its answers, trials and last opening; None: it has none."""
+        """Longest time limit of the study's answers, trials and latest opening; None: no limits."""
         of_trials = (trial.timeout_s for trial in self.trials)
         limits = (self.question.timeout_s, *self.answers_within_s, *of_trials)
         return max((limit_s for limit_s in limits if limit_s is not None), default=None)
@@ -509,6 +510,6 @@ _MOST_SHARE = 8
 
 
 def default_headroom_bytes(device_bytes: int) -> int:
-    """Bytes that a prediction leaves free of a GPU of ``device_bytes`` unless asked otherwise."""
+    """Bytes of a GPU's ``device_bytes`` that a prediction leaves free by default."""
     part, of = _SHARE
     return min(max(_LEAST_BYTES, device_bytes * part // of), device_bytes // _MOST_SHARE)

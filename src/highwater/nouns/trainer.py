@@ -1,12 +1,12 @@
 """Trainers: the registry, with a row for each system that trains.
 
-A row names the module that has all the rest: the words of the trainer's configuration, its memory
-law, how a trial of it starts. It is imported when a part of it is asked for, by ``TrainerParts``.
+A row names the trainer's module, which has the words of its configuration, its memory formula and
+how a trial of it starts. ``TrainerParts`` imports the module when one of these is first used.
 
-Foreign trainers: trainers other than this package's engine, as the thing that is tried.
+Foreign trainers: trainers other than this package's engine, in so far as trials are made of them.
 
-``find`` and ``try`` start their own entry points, from the outside. A question and a trial carry a
-``ForeignTrainer``; trials/foreign_trial.py starts it.
+``find`` and ``try`` start a foreign trainer's own entry point in processes of its own. A question
+and a trial carry a ``ForeignTrainer``; trials/foreign_trial.py starts it.
 """
 
 import shlex
@@ -68,9 +68,9 @@ class Registered(NamedTuple):
     module: str
     """Name of its module, below ``highwater.trainers``."""
     trains_by: TrainerName | None = None
-    """The trainer whose step it composes, by whose law its memory is predicted. None: its own."""
+    """The trainer whose step it runs, by whose formula its memory is predicted. None: its own."""
     runs: str = ""
-    """Words on runs of it that were compared with that law; empty: no run was measured."""
+    """Words on runs that were compared with that formula; empty: no run was measured."""
     lacks: frozenset[str] = frozenset()
     """Settings of that step for which its own configuration has no words."""
     trained: str = ""
@@ -104,13 +104,13 @@ PartT = TypeVar("PartT")
 
 
 class TrainerParts(Mapping[NameT, PartT]):
-    """A part of each trainer that has it, a constant of its module, by the trainer's name."""
+    """Mapping from trainers' names to one part of their modules, a constant, loaded on demand."""
 
     def __init__(
         self, names: Any, constant: str, of_another: Callable[[PartT, str], PartT] | None = None
     ) -> None:
-        """``names``: the ``Literal`` of their names. ``of_another``: makes a trainer's part, by its
-        name, from that of the trainer by whose step it trains; None: each has its own.
+        """``names``: the ``Literal`` of the trainers' names. ``of_another``: derives a trainer's
+        part from the part of the trainer whose step it uses, by name; None: all have their own.
         """
         self._names: tuple[NameT, ...] = get_args(names)
         self._constant = constant
@@ -135,7 +135,7 @@ class TrainerParts(Mapping[NameT, PartT]):
         return iter(self._names)
 
     def __len__(self) -> int:
-        """Number of the names."""
+        """Number of trainers with the part."""
         return len(self._names)
 
 
@@ -151,7 +151,7 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     is_run: bool
     """True if its trials can run here. If not, no trial of ours says anything about it."""
     is_watched: bool = False
-    """True if its trials are watched from outside: a foreign trainer whose memory law is known."""
+    """True if its trials are watched from outside: a foreign trainer with a memory formula."""
     settings: frozenset[str] | None = None
     """The fields of ``Request`` that may be named for it: what its memory depends on, the grid of
     lengths, and what takes no memory. None: every field."""
@@ -184,7 +184,7 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
 
 
 def _composed(traits: TrainerTraits, name: str) -> TrainerTraits:
-    """The traits of a trainer that composes another's step, made from the other's."""
+    """The traits of a trainer that runs another's step, derived from the other's."""
     row = REGISTRY[name]
     return traits.replace(
         step=f"{row.title}'s step, taken as {traits.step}",
@@ -200,12 +200,12 @@ TRAINERS: Mapping[TrainerName, TrainerTraits] = TrainerParts(TrainerName, "PREDI
 
 
 def predicted_trainer(name: str) -> TrainerName | None:
-    """The trainer of this name, if its memory is predicted; else None."""
+    """``name`` as a predicted trainer; None if that trainer's memory is not predicted."""
     return next((known for known in TRAINERS if known == name), None)
 
 
 def predicted_traits(name: AnyTrainer) -> TrainerTraits | None:
-    """The traits of a trainer, if its memory is predicted; None: it is only tried."""
+    """The traits of a trainer whose memory is predicted; None if it can only be tried."""
     known = predicted_trainer(name)
     return None if known is None else TRAINERS[known]
 
@@ -222,7 +222,7 @@ def trainer_title(name: AnyTrainer | Target) -> str:
 
 
 def known_runs(name: str, own_trials: int = 0) -> str:
-    """Words on measured runs of a trainer that composes another's step, or on a user's trials."""
+    """Words on measured runs of a trainer that runs another's step, or on a user's trials."""
     if own_trials:
         return f"its interval is learned from {counted(own_trials, 'trial')} of yours"
     row = REGISTRY[name]
@@ -230,7 +230,7 @@ def known_runs(name: str, own_trials: int = 0) -> str:
 
 
 def predicted_as(name: str, own_trials: int = 0) -> str:
-    """``predicted``; of a step of another trainer, as whose, and with ``known_runs``."""
+    """``predicted``; for another trainer's step, also whose step it is, and ``known_runs``."""
     other = REGISTRY[name].trains_by
     if other is None:
         return "predicted"
@@ -244,7 +244,7 @@ def step_in_words(name: AnyTrainer) -> str:
 
 
 class ForeignTrainer(Record, frozen=True, kw_only=True):
-    """One foreign trainer, and everything about it that a trial's outcome may depend on."""
+    """A foreign trainer, with everything that a trial's outcome may depend on."""
 
     trainer: ForeignName
     command: tuple[str, ...] = ()
@@ -264,25 +264,25 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     is another question. It is too short to tell a secret by. None: none is hidden."""
 
     def __post_init__(self) -> None:
-        """Hide secrets in the command, which is written down; launchers get it as typed."""
+        """Hide secrets in the command, which is recorded; launchers get the command as typed."""
         if self.secrets_digest is None and (hidden := hidden_words(self.command)) != self.command:
             msgspec.structs.force_setattr(self, "secrets_digest", digest(self.command)[:4])
             msgspec.structs.force_setattr(self, "command", hidden)
 
     def as_typed(self, words: tuple[str, ...]) -> Self:
-        """The trainer with the words that were typed, to be started and never written down."""
+        """A copy with the command as typed, secrets included: to be started, never recorded."""
         typed = self.replace()
         msgspec.structs.force_setattr(typed, "command", words)
         return typed
 
     @property
     def title(self) -> str:
-        """Its name, for readers."""
+        """The trainer's display name."""
         return trainer_title(self.trainer)
 
     @property
     def typed(self) -> str:
-        """Its command as one types it, with placeholders; empty: nobody typed one."""
+        """The command as the user typed it, with placeholders; empty if the user typed none."""
         is_usual = self.command == (self.trainer,)
         return "" if is_usual else " ".join(map(_typed, self.command))
 
@@ -299,13 +299,13 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
 
 
 def _typed(word: str) -> str:
-    """A word of a command for a shell; braces are a shell's own only with commas between them."""
+    """Quote a word of a command for a shell; placeholders in braces need no quotes."""
     bare = word.replace("{", "").replace("}", "")
     return word if bare and shlex.quote(bare) == bare else shlex.quote(word)
 
 
 class ForeignTraits(Record, frozen=True, kw_only=True):
-    """Traits of one foreign trainer."""
+    """What a foreign trainer supports, and how it is started."""
 
     settings: frozenset[str]
     """The fields of ``Request`` that may be named for it."""
@@ -322,7 +322,7 @@ class ForeignTraits(Record, frozen=True, kw_only=True):
     """Loss of its rungs: ``chunked`` if its own loss never holds all logits at once."""
 
     def refused(self, named: Iterable[str]) -> list[str]:
-        """The fields of ``Request`` among ``named`` that it cannot be told, sorted."""
+        """The ``Request`` fields in ``named`` that the trainer cannot be told, sorted."""
         return sorted(set(named) - self.settings)
 
 
@@ -357,12 +357,12 @@ PAGE = "docs/other_trainers.md"
 
 
 def foreign_name(name: str) -> ForeignName | None:
-    """The foreign trainer of this name; None: it is no foreign trainer, as our engine."""
+    """``name`` as a foreign trainer; None if it is none, as our engine."""
     return next((known for known in FOREIGN if known == name), None)
 
 
 _INSTEAD: Mapping[str, str] = {
-    "dry_run": "leave `--dry-run` out: trials alone tell, or laws of some trainers in predict",
+    "dry_run": "leave `--dry-run` out: trials alone tell, or formulas of some in predict",
     "trainer_config": "name the file in the command itself, as one of its words",
     "command": "leave `--command` out, or use `--trainer command`",
     "rollout": "leave `rollout` out: `highwater predict` says what one takes, and no trial has any",
@@ -371,7 +371,7 @@ _INSTEAD: Mapping[str, str] = {
 
 
 def refuse_inexpressible(trainer: ForeignName, named: Iterable[str], spelling: Spelling) -> None:
-    """Raise UsageError for the first named setting that a foreign trainer cannot be told."""
+    """Raise UsageError for the first setting in ``named`` that a foreign trainer cannot be told."""
     title = f"`--trainer {trainer}`" if FOREIGN[trainer].is_typed else trainer_title(trainer)
     for name in FOREIGN[trainer].refused(named):
         hint, words = _INSTEAD.get(name), name.replace("_", " ")

@@ -1,10 +1,9 @@
-"""Trainings: what a whole run of training is told, and what its first rank says.
+"""Trainings: the specification of a whole training run, and the messages of its first rank.
 
-The step is a trial's: ``TrainingSpec.trial`` is what a search would have tried, and models, memory
-and the step are made from it. Beside it stands what a trial has not: a corpus, a schedule,
-evaluation, checkpoints.
+``TrainingSpec.trial`` is the trial that a search would have run; models, memory and the step are
+made from it. A training adds a corpus, a schedule, evaluation and checkpoints.
 
-``TrainingRequest`` has what ``highwater train`` is asked beside a trial's settings.
+``TrainingRequest`` has the flags of ``highwater train`` that a trial does not have.
 """
 
 import math
@@ -84,12 +83,12 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
     """Name of the checkpoint to go on from, ``step-000100``; None: the latest."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for micro-batches of which ranks cannot have equally many."""
+        """Raise UsageError for micro-batches that cannot be divided evenly among ranks."""
         refuse_uneven(self.micro_batches, self.trial.layout.data_parallel_degree)
 
 
 def refuse_uneven(rows: int, ranks: int) -> None:
-    """Raise UsageError for rows of a step of which data-parallel ranks cannot have equally many."""
+    """Raise UsageError if the rows of a step cannot be divided evenly among data-parallel ranks."""
     if rows < 1 or rows % ranks:
         raise UsageError(
             f"{counted(rows, 'row')} a step, and {ranks} GPUs or groups of GPUs that have as many "
@@ -99,17 +98,17 @@ def refuse_uneven(rows: int, ranks: int) -> None:
 
 
 def run_digest(spec: TrainingSpec) -> str:
-    """Digest of what decides a run's curve: two runs with one digest have one curve, but for the
-    order of sums. It leaves out how the model is spread over GPUs, what is recomputed or in host
-    memory, and when something is saved or evaluated; and every default, so that a setting that is
-    added later changes no digest.
+    """Digest of the settings that determine a run's loss curve: runs with equal digests have equal
+    curves, up to the order of sums. It leaves out how the model is spread over GPUs, recompute and
+    offload, and when checkpoints and evaluations happen; and every default, so that a setting added
+    later changes no digest.
     """
     decisive = _decisive(spec)
     return digest({name: it for name, it in decisive.items() if it != _USUAL.get(name, ...)})
 
 
 def differences(before: TrainingSpec, now: TrainingSpec) -> tuple[str, ...]:
-    """The changes in what decides the curve, in a few words each, the most telling first."""
+    """The changed settings that affect the loss curve, in a few words, most important first."""
     was, is_ = _decisive(before), _decisive(now)
     changed = [name for name in dict.fromkeys((*was, *is_)) if was.get(name) != is_.get(name)]
     return tuple(
@@ -149,7 +148,7 @@ _USUAL: Mapping[str, Any] = {
 
 
 def _decisive(spec: TrainingSpec) -> dict[str, Any]:
-    """Values that decide the curve, by name; the rate's steps only where its course needs them."""
+    """Values that determine the loss curve, by name; the schedule's steps only where needed."""
     trial, settings, adapters = spec.trial, spec.trial.settings, spec.trial.settings.adapters
     return {
         "config_digest": trial.config_digest,
@@ -193,7 +192,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_step(name: str) -> int | None:
-    """The step of the checkpoint whose folder has this name; None: it is no checkpoint's name."""
+    """The step of a checkpoint, by its folder's name; None if the name is no checkpoint's."""
     found = _CHECKPOINT.fullmatch(name)
     return None if found is None else int(found[1])
 
@@ -220,7 +219,7 @@ class RunState(Record, frozen=True, kw_only=True):
 
 
 class BestCheckpoint(Record, frozen=True, kw_only=True):
-    """The checkpoint of a run with the best evaluation, in a file beside the checkpoints."""
+    """The run's checkpoint with the best evaluation loss, in a file beside the checkpoints."""
 
     checkpoint: str
     """Name of the checkpoint's folder."""
@@ -256,7 +255,7 @@ _RUN: dict[str, Any] = {"topic": "the run"}
 
 
 class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
-    """A run of training in the user's words: flags of ``train``, keywords from Python."""
+    """A training run as the user asks for it: flags of ``train``, or keywords from Python."""
 
     data: tuple[str, ...] = setting(
         REQUIRED,
@@ -339,7 +338,7 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for data, output or numbers that cannot be."""
+        """Raise UsageError for missing data or output, or counts out of range."""
         if not self.data:
             raise UsageError(
                 "there is nothing to train on", hint="name a file: `--data data.jsonl`"
@@ -383,7 +382,7 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
 
 
 def training_request_from(values: Mapping[str, Any]) -> TrainingRequest:
-    """The request of these fields; UsageError for a value that a field cannot have."""
+    """Make a request of fields by name; UsageError for an unknown field or invalid value."""
     try:
         return msgspec.convert(values, TrainingRequest, strict=True)
     except msgspec.ValidationError as error:

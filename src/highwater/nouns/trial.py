@@ -1,12 +1,12 @@
-"""Trials: what goes to the data plane, and what comes back.
+"""Trials: the records that go to the data plane, and those that come back.
 
-A TrialSpec goes there, each rank writes a RankReport, and a TrialResult is the verdict.
+A TrialSpec goes there, each rank writes a RankReport, and a TrialResult is the outcome of all.
 
-A Runner runs trials, a Launcher makes the processes of one. A job, as both planes know it, is an
-order in JSON, and the report or the refusal that it leaves.
+A Runner runs trials, a Launcher starts the processes of one trial. A job is a process with an order
+in JSON that leaves a report, or a refusal, in JSON.
 
-``python -m MODULE ORDER REPORT`` is the process of a job, which ``trials/job.py`` starts: ORDER is
-read, REPORT written, in a folder that is the job's alone.
+``python -m MODULE ORDER REPORT`` is a job's process, which ``trials/job.py`` starts: it reads the
+file ORDER and writes the file REPORT, in a folder that no other job uses.
 """
 
 import re
@@ -46,7 +46,7 @@ _NOT_IN_A_KEY = (
 
 
 class Outcome(StrEnum):
-    """The end of a trial: exactly one of these."""
+    """The end of a trial: exactly one of these outcomes."""
 
     FIT = "FIT"
     """All optimizer steps done, loss finite, every process exited 0, a result written."""
@@ -83,8 +83,8 @@ REPORTERS: tuple[ReporterName, ...] = get_args(ReporterName)
 
 
 class StatisticsFiles(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """Files in which a launch writes the statistics of its steps; no part of what it is asked.
-    Unknown fields are ignored: a recorded run may have one that is gone.
+    """Files in which a trial's processes write the statistics of its steps. They are no part of its
+    specification. Unknown fields are ignored: an old record may have removed ones.
     """
 
     path: str
@@ -137,26 +137,12 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     """The trainer that runs it; None: this package's engine."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for counts that cannot be."""
+        """Raise UsageError for counts out of range."""
         if self.length_tokens < 2:
             raise UsageError(
                 f"a length of {counted(self.length_tokens, 'token')}",
                 hint="use `--length 2` or more: one to read, one to predict",
             )
-        self._check_steps()
-        if self.sequences < 1:
-            traits, tokens = self.settings.traits, self.length_tokens
-            least = -(-tokens * traits.documents_together // self.layout.context_degree)
-            raise UsageError(
-                f"a token budget of {self.settings.token_budget_tokens} is below the {least} "
-                f"tokens that each GPU gets of one {'pair' if traits.pairs else 'sequence'} of "
-                f"{tokens}",
-                hint=f"use `--token-budget {least}` or more",
-            )
-        self.hyperparameters.refuse_unused(self.settings)
-        self._check_device_and_data()
-
-    def _check_steps(self) -> None:
         micro_batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
         if self.steps < 2 or self.micro_batches < 1:
             raise UsageError(
@@ -176,8 +162,16 @@ class TrialSpec(Record, frozen=True, kw_only=True):
                 f"of either",
                 hint="a trial of 2 steps of 2 micro-batches holds the peak already",
             )
-
-    def _check_device_and_data(self) -> None:
+        if self.sequences < 1:
+            traits, tokens = self.settings.traits, self.length_tokens
+            least = -(-tokens * traits.documents_together // self.layout.context_degree)
+            raise UsageError(
+                f"a token budget of {self.settings.token_budget_tokens} is below the {least} "
+                f"tokens that each GPU gets of one {'pair' if traits.pairs else 'sequence'} of "
+                f"{tokens}",
+                hint=f"use `--token-budget {least}` or more",
+            )
+        self.hyperparameters.refuse_unused(self.settings)
         if self.attention_depth is not None and self.attention_depth < 1:
             raise UsageError(
                 f"an attention depth of {self.attention_depth}",
@@ -208,12 +202,12 @@ class TrialSpec(Record, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Digest that names the trial, wherever its model and its checkpoints lie."""
+        """Digest that names the trial, wherever its model and its checkpoints are stored."""
         return key_of(self, without=_NOT_IN_A_KEY)
 
 
 class MemoryBudget(Record, frozen=True, kw_only=True):
-    """The parts of a memory budget: context + NCCL + what the allocator may reserve."""
+    """Parts of a memory budget: context + NCCL + the largest size of the allocator."""
 
     budget_bytes: int
     context_bytes: int
@@ -224,7 +218,7 @@ class MemoryBudget(Record, frozen=True, kw_only=True):
 
 
 class RankMemory(Record, frozen=True, kw_only=True):
-    """Peaks of one rank over all steps, on the CPU since the process began; None: unknown there."""
+    """Peaks of one rank over all steps (on the CPU since the process started); None: unknown."""
 
     peak_allocated_bytes: int | None = None
     peak_active_bytes: int | None = None
@@ -269,7 +263,7 @@ class AliveMemory(Record, frozen=True, kw_only=True):
 
     @property
     def fragmented_bytes(self) -> int | None:
-        """Bytes that the allocator had reserved and nobody used."""
+        """Bytes that the allocator had reserved but not allocated."""
         if self.reserved_bytes is None or self.allocated_bytes is None:
             return None
         return max(0, self.reserved_bytes - self.allocated_bytes)
@@ -340,7 +334,7 @@ class RankReport(Record, frozen=True, kw_only=True):
 
 
 class TrialResult(Record, frozen=True, kw_only=True):
-    """The end of a trial, and what was measured."""
+    """The outcome of a trial, and its measurements."""
 
     outcome: Outcome
     reason: str
@@ -362,7 +356,7 @@ class TrialResult(Record, frozen=True, kw_only=True):
     @property
     def peak_reserved_bytes(self) -> int | None:
         """Largest peak reserved of any rank; on the CPU the largest data segment; of a foreign
-        trainer on GPUs, whose allocator is not seen, the most that the driver reported.
+        trainer on GPUs, whose allocator is not visible, the driver's largest reading.
         """
         memories = [rank.memory for rank in self.ranks]
         peaks = (
@@ -373,13 +367,13 @@ class TrialResult(Record, frozen=True, kw_only=True):
 
     @property
     def headroom_bytes(self) -> int | None:
-        """Smallest headroom of any rank: budget or card, less what it used at the peak."""
+        """Smallest headroom of any rank: budget or card, less what the rank used at the peak."""
         rooms = [_headroom(rank) for rank in self.ranks]
         return min((room for room in rooms if room is not None), default=None)
 
     @property
     def first_failed(self) -> RankReport | None:
-        """The rank that failed before the others; None: no rank reported a failure."""
+        """The rank that failed first; None if no rank reported a failure."""
         failed = [rank for rank in self.ranks if rank.failure is not None]
         return min(
             failed,
@@ -409,7 +403,7 @@ def _headroom(rank: RankReport) -> int | None:
 
 
 def kept_result(result: TrialResult) -> TrialResult:
-    """A trial's result as it is shown and recorded: without secrets, long texts cut."""
+    """A trial's result for display and record: without secrets, long texts cut."""
     return result.replace(
         reason=kept(result.reason, most=REASON),
         ranks=tuple(kept_report(rank) for rank in result.ranks),
@@ -433,7 +427,7 @@ OnPhase = Callable[[str], None]
 
 
 def unheard(phase: str) -> None:
-    """Ignore a phase."""
+    """Ignore a phase: the default callback."""
 
 
 class Launch(Record, frozen=True, kw_only=True):
@@ -448,29 +442,29 @@ class Launch(Record, frozen=True, kw_only=True):
 
 
 class TrialEndedError(Exception):
-    """A trial was ended because nobody waits for it any more; it has no result."""
+    """A trial was ended because its result is no longer needed; it has none."""
 
 
 class Launcher(Protocol):
-    """Makes the processes of one trial, and classifies how they ended."""
+    """Starts the processes of one trial, and classifies how they ended."""
 
     def launch(
         self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
     ) -> TrialResult:
-        """Run a trial to its end; blocks until every process of it is gone. Threads may call it
-        side by side. ``gpus`` are the entries of ``CUDA_VISIBLE_DEVICES`` that the trial shall see;
-        None: what this process sees. When ``ended`` is set the processes are ended at once, and
-        TrialEndedError is raised. Raises MachineError when no trial can run at all, and UsageError
-        for what the trainer cannot do.
+        """Run a trial to its end; blocks until all its processes have ended. Threads may call it
+        concurrently. ``gpus`` are the entries of ``CUDA_VISIBLE_DEVICES`` for the trial; None:
+        those of this process. When ``ended`` is set the processes are killed and TrialEndedError is
+        raised. Raises MachineError if no trial can run at all, and UsageError for settings that the
+        trainer does not support.
         """
         ...
 
 
 class Runner(Protocol):
-    """Runs trials, several at once where there is room. One thread uses it."""
+    """Runs trials, several at once if GPUs are free. Call it from one thread only."""
 
     def has_room(self, spec: TrialSpec) -> bool:
-        """True if a trial would start at once beside those that run; always where none runs."""
+        """True if a trial could start now beside the running ones; always true if none runs."""
         ...
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
@@ -478,7 +472,7 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None:
-        """End whatever runs, and return when no process of it is left."""
+        """Kill all running trials, and return when all their processes have ended."""
         ...
 
 
@@ -489,7 +483,7 @@ Order = TypeVar("Order", bound=Record)
 
 
 class Refused(Record, frozen=True, kw_only=True):
-    """A job's refusal in the place of its report, as a user is told."""
+    """A job's refusal, written instead of its report: the problem and the hint for the user."""
 
     problem: str
     hint: str
@@ -497,18 +491,18 @@ class Refused(Record, frozen=True, kw_only=True):
     """True if the machine is the reason (MachineError), and not the request (UsageError)."""
 
     def error(self) -> HighwaterError:
-        """The error that it was made from."""
+        """The HighwaterError that the refusal was made from."""
         return (MachineError if self.is_machine else UsageError)(self.problem, hint=self.hint)
 
 
 def refused(error: HighwaterError) -> Refused:
-    """The refusal that takes an error to another process."""
+    """The record that carries an error to another process."""
     is_machine = isinstance(error, MachineError)
     return Refused(problem=error.problem, hint=error.hint, is_machine=is_machine)
 
 
 def serve(kind: type[Order], work: Callable[[Order, Path], Record]) -> None:
-    """Be a job's process: do the ``work`` of its order, and write its result or HighwaterError."""
+    """Run a job's process: do the ``work`` of its order, write the result or HighwaterError."""
     order, report = map(Path, sys.argv[1:3])
     try:
         left = work(from_json(order.read_bytes(), kind), report.parent)
@@ -518,6 +512,6 @@ def serve(kind: type[Order], work: Callable[[Order, Path], Record]) -> None:
 
 
 def tell_phase(folder: Path, phase: str) -> None:
-    """Write what a job is doing, for whoever waits; a failure to do so is ignored."""
+    """Write the job's current phase for the process that waits; failures are ignored."""
     with suppress(OSError):
         write_whole(folder / PHASE_FILE, phase.encode())

@@ -1,1 +1,1 @@
-"""Control plane: everything that is drawn, and what is gathered for it."""
+"""Control plane: text, tables, charts and HTML pages, and the data gathered for them."""

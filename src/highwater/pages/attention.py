@@ -1,6 +1,6 @@
 """The report of ``highwater bench attention``: its tables, in a terminal, as Markdown and as JSON.
 
-Every figure is measured, or stands under ``predicted``; nothing is told of what was not measured.
+Every figure is measured, or in a column ``predicted``; unmeasured cases are left out.
 """
 
 import re
@@ -47,7 +47,7 @@ _lines = partial(template_lines, "attention.txt.j2")
 
 
 class BenchDocument(AttentionBench, frozen=True, kw_only=True):
-    """JSON of ``highwater bench attention``: the measurement, its cases, and what follows."""
+    """JSON of ``highwater bench attention``: settings, measured cases, answer and summary."""
 
     schema_version: int = 1
     answer: str
@@ -55,7 +55,7 @@ class BenchDocument(AttentionBench, frozen=True, kw_only=True):
 
 
 def bench_document(bench: AttentionBench) -> BenchDocument:
-    """Make the report as one JSON document."""
+    """Make the JSON document of a benchmark's report."""
     summary = attention_summary(bench)
     return BenchDocument(
         **{name: getattr(bench, name) for name in AttentionBench.__struct_fields__},
@@ -65,7 +65,7 @@ def bench_document(bench: AttentionBench) -> BenchDocument:
 
 
 class ReportSection(NamedTuple):
-    """A heading, and the lines and tables below it; lines come first."""
+    """A heading, and the lines and then the tables below it."""
 
     title: str
     tables: Sequence[TextTable] = ()
@@ -138,7 +138,7 @@ def _answer(bench: AttentionBench, summary: AttentionSummary) -> str:
 
 
 def _held(each: LongestLength) -> str:
-    """``131,072``, ``≥ 131,072`` where nothing longer was tried, or ``-``."""
+    """Text of a longest length: ``131,072``, ``≥ 131,072`` if no longer one was tried, or ``-``."""
     is_least = each.why == "longest tried" and each.fits_tokens
     return f"{'≥ ' if is_least else ''}{format_tokens(each.fits_tokens)}"
 
@@ -154,7 +154,7 @@ def _fields(*paths: str) -> list[Column[Any]]:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Write a field's value by the unit that its name ends with; ``-`` for None."""
+    """Text of a field's value, by the unit that its name ends with; ``-`` for None."""
     if value is None or value == ():
         return "-"
     if name.endswith("_bytes"):
@@ -176,7 +176,7 @@ def _heading(name: str) -> str:
 
 
 def per_gpu(sizes: Sequence[int]) -> str:
-    """One size if all GPUs print the same, else each GPU's, separated by slashes."""
+    """Text of sizes: one size if all GPUs' texts are equal, else all, separated by slashes."""
     told = list(map(format_bytes, sizes))
     return " / ".join(told[:1] if len(set(told)) == 1 else told)
 
@@ -192,7 +192,7 @@ def _name(entry: Entry) -> str:
 
 
 def _machine_table(bench: AttentionBench) -> TextTable:
-    """Table of date, hardware, versions and the order: every field by its name."""
+    """Table of the date, the machine, the versions and the order, a row for each field."""
     fields = {"made_at": bench.made_at, "command": " ".join(bench.command)}
     for record in (bench.machine, bench.order):
         fields |= {name: getattr(record, name) for name in record.__struct_fields__}

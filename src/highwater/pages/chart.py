@@ -1,5 +1,5 @@
 """Charts as values, which ``charts.html.j2`` draws: how a study's brackets closed, the memory of
-its trials, and what was alive in a memory snapshot, over time and by stack.
+its trials, and the live bytes of a memory snapshot, over time and by stack.
 
 Coordinates are pixels, and y grows downwards; in a memory picture, per cent of its width.
 """
@@ -18,7 +18,7 @@ from highwater.units import GIB, MIB, counted, format_bytes, format_seconds, for
 
 
 class Tick(NamedTuple):
-    """A place on an axis and its label."""
+    """A position on an axis in pixels, and its label."""
 
     at: float
     text: str
@@ -26,7 +26,7 @@ class Tick(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A rectangle, a polygon, or the mark of an outcome."""
+    """A rectangle, a polygon, or the marker of an outcome."""
 
     kind: str
     """CSS class: the colour; for a mark also its form."""
@@ -83,7 +83,7 @@ SHAPES: dict[Outcome | None, str] = {
 
 
 def bracket_chart(cell: CellReport, report: StudyReport) -> Chart | None:
-    """Draw how a cell's bracket closed, length by order of trials; None for a cell without any."""
+    """Chart of a cell's trials, length by order, and its bracket; None if it has no trials."""
     trials = [report.trials[step.trial - 1] for step in cell.bracket]
     if not trials:
         return None
@@ -144,7 +144,7 @@ def bracket_chart(cell: CellReport, report: StudyReport) -> Chart | None:
 
 
 class MemoryRow(NamedTuple):
-    """One trial in a memory picture; its bars end at per cent of the picture's width."""
+    """One trial in a memory picture; bars end at per cent of the picture's width."""
 
     text: str
     allocated: float
@@ -206,7 +206,7 @@ def memory_picture(report: StudyReport) -> MemoryPicture | None:
 
 
 def _row(trial: TrialReport, x: Callable[[int | None], float]) -> MemoryRow:
-    """Make a trial's bars; ``x`` converts bytes to per cent of the picture's width."""
+    """Make the bars of a trial; ``x`` converts bytes to per cent of the picture's width."""
     predicted, limit = trial.predicted, trial.limit_bytes
     around = None if predicted is None else predicted.interval
     is_fit = trial.outcome is not None and trial.outcome.is_fit
@@ -237,7 +237,7 @@ def _peaks(trial: TrialReport) -> tuple[int, int, int]:
 
 
 def _request_end(trial: TrialReport) -> int:
-    """Bytes where the bar of a refused request ends; 0 without one."""
+    """Total bytes including the request that failed, where its bar ends; 0 if none failed."""
     if not trial.requested_bytes:
         return 0
     return trial.requested_bytes + max(trial.device_used_bytes or 0, trial.peak_reserved_bytes or 0)
@@ -317,7 +317,7 @@ def share(size: int, profile: MemoryProfile) -> str:
 
 
 def flame_chart(profile: MemoryProfile, *, width: float) -> Chart:
-    """Draw what was alive by stack: outermost frames on top, below each frame what it called."""
+    """Chart of live bytes by stack: outermost frames on top, callees below their callers."""
     scale = width / max(1, profile.allocated_bytes)
     boxes: list[Shape] = []
     for each in profile.flame_graph:

@@ -1,6 +1,6 @@
 """The chooser on a guide's page: an answer for each combination of model, GPUs and length, and all
-of them as JSON. ``recommend`` and ``emit`` compute them while the page is written
-(docs/decisions/018); otherwise they are read off known capacities.
+answers as JSON. ``recommend`` and ``emit`` compute the answers while the page is written
+(docs/decisions/018), or they are taken from known capacities.
 """
 
 import json
@@ -87,7 +87,7 @@ def known_recommendation(
 ) -> Recommendation:
     """Recommend the simplest of ``own`` that is known to fit. ``own``: capacities of one model on
     one number and kind of GPUs, from one source; ``others``: the same on other numbers of GPUs, of
-    which the fewest that fit are named if nothing in ``own`` does. Notes name what is unknown.
+    which the smallest that fits is named if ``own`` has none. Notes name what is unknown.
     """
     first, kind = own[0], kind_of(own[0].device_name)
     best: dict[tuple[int, ...], Capacity] = {}
@@ -160,7 +160,7 @@ def _notes(
 
 
 def _yarn(capacity: Capacity, length_tokens: int) -> Yarn | None:
-    """YaRN for a length, by the model if it is known, else by its native length; None: not used."""
+    """YaRN scaling for a length, by the model, or its native length; None: not needed."""
     try:
         model = load_model(capacity.model_name)
     except ModelError:
@@ -194,7 +194,7 @@ def places(made: Guide) -> tuple[ChooserPlace, ...]:
 
     ``recommend`` answers for what studies measured and what the formula predicts, at every length
     of the tables. The table itself answers for what others published, what was simulated, and what
-    can no longer be asked.
+    can no longer be computed.
     """
     groups: dict[tuple[object, ...], list[_Own]] = {}
     for table in made.tables:
@@ -224,7 +224,7 @@ def _group(made: Guide, table: GuideTable, own: Sequence[Capacity]) -> tuple[obj
 
 
 def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) -> Query | None:
-    """Query with the group's studies and the settings its sources share; None: unanswerable."""
+    """The query with a group's studies and its shared settings; None if it cannot be recomputed."""
     if any(table.source not in ("measured", "predicted") for table, _ in group):
         return None
     found = [
@@ -273,7 +273,7 @@ def _leaves_headroom(found: Recommendation) -> bool:
 
 
 def _ends(group: Sequence[_Own]) -> tuple[int, int]:
-    """The longest row that the model is known to fit (0: none), and the next longer row."""
+    """Longest table length that the model is known to fit (0: none), and the next longer one."""
     reached = [(farthest(table, own[0].model_name) or (0,))[0] for table, own in group]
     longest = max(reached)
     later = [tokens for table, _ in group for tokens, _ in table.rows if tokens > longest]
@@ -281,9 +281,9 @@ def _ends(group: Sequence[_Own]) -> tuple[int, int]:
 
 
 def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
-    """Lengths of the chooser: powers of two and rows of the tables, by factors of at least
-    ``apart``. The longest is the first that is known not to fit; if the tables do not know one, the
-    longest that fits.
+    """Lengths of the chooser: powers of two and the tables' lengths, at least a factor of ``apart``
+    apart. The longest is the first length known not to fit or, if none is known, the longest that
+    fits.
     """
     longest, beyond = _ends(group)
     name, rows = (
@@ -368,9 +368,9 @@ def _answer(
 def configurations(
     found: Recommendation, model: str, targets: Collection[Target] | None = None
 ) -> Mapping[str, str]:
-    """Configurations that ``emit`` writes for the recommendation, by trainer: of ``targets`` (those
-    that are predicted by another trainer's step, too), or of all trainers that guides show. Those
-    that cannot express the settings, or do not fit, are left out.
+    """Configurations that ``emit`` writes for a recommendation, by trainer: of ``targets`` (also
+    those predicted by another trainer's step), or of all trainers in guides. Trainers that cannot
+    express the settings, or do not fit, are left out.
     """
     chosen = found.chosen
     if chosen is None:
@@ -408,7 +408,7 @@ class _Value(str):
 
 
 def _value(value: object) -> _Value:
-    """Encode a value for the page; a text becomes one line without folders."""
+    """Encode a value for the page; a text becomes one line without folder names."""
     if isinstance(value, str):
         value = plain_lines(without_folders(value))
     return _Value(_json(value))
@@ -424,7 +424,7 @@ def _values_in(part: object) -> Iterator[_Value]:
 
 
 def _with_indices(part: Any, order: Mapping[str, int]) -> Any:
-    """The document with each value replaced by its index in ``order``."""
+    """A copy of JSON data with each ``_Value`` replaced by its index in ``order``."""
     if isinstance(part, _Value):
         return order[part]
     if isinstance(part, dict):

@@ -72,7 +72,7 @@ class Choice:
         return self.label_in(lambda cell: cell.words)
 
     def label_in(self, words: Callable[[Cell], str]) -> str:
-        """The label, with the settings written by ``words``."""
+        """The choice's label, with its settings in the words of ``words``."""
         if self.capacity is None:
             return UNKNOWN if self.may_be_simpler else NOTHING_FITS
         return words(self.capacity.cell) + " (memory-only)" * self.capacity.is_memory_only
@@ -107,7 +107,7 @@ class GuideTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guide:
-    """All tables of a guide, with notes on their sources."""
+    """All tables of a guide, with notes on their sources and a query for each."""
 
     tables: tuple[GuideTable, ...]
     notes: tuple[str, ...] = ()
@@ -143,7 +143,7 @@ def published_label(cell: Cell) -> str:
 
 
 def training(capacity: Capacity) -> str:
-    """The training in words: ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``."""
+    """The kind of training: ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``."""
     settings = capacity.cell.settings
     if _traits_of(capacity) is None:
         return ", ".join(trained(capacity))
@@ -156,14 +156,14 @@ def training(capacity: Capacity) -> str:
 
 
 def _traits_of(capacity: Capacity) -> TrainerTraits | None:
-    """Traits of the trainer; None if it is unknown what it trains: a command or a script."""
+    """Traits of the capacity's trainer; None for a user's command or script."""
     foreign = foreign_name(capacity.trainer)
     is_script = capacity.source == "measured" and foreign is not None and FOREIGN[foreign].is_typed
     return None if is_script else predicted_traits(capacity.trainer)
 
 
 def trained(capacity: Capacity) -> tuple[str, ...]:
-    """The parts of ``training`` without what is packed into a micro-batch."""
+    """The parts of ``training``, without the number of sequences in a micro-batch."""
     settings = capacity.cell.settings
     left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
     traits = _traits_of(capacity)
@@ -182,14 +182,14 @@ def trained(capacity: Capacity) -> tuple[str, ...]:
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
-    """Longest length of a table that a model is known to fit, with its choice; None: none."""
+    """Longest length of a table that a model is known to fit, and its choice; or None."""
     column = table.models.index(model_name)
     rows = ((tokens, choices[column]) for tokens, choices in reversed(table.rows))
     return next((row for row in rows if row[1].capacity is not None), None)
 
 
 def in_natural_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Sort names with numbers as numbers, and drop repeats: Qwen3-4B comes before Qwen3-14B."""
+    """Sort names with their numbers by value, without repeats: Qwen3-4B before Qwen3-14B."""
 
     def parts(name: str) -> list[tuple[float, str]]:
         each = enumerate(re.split(r"(\d+(?:\.\d+)?)", name))
@@ -272,7 +272,7 @@ def guide(
     of any kind, for kinds that are not in the catalog. ``sequences_per_micro_batch``, ``ulysses``,
     ``ring`` and ``copies`` are those of the prediction; None or empty: as in ``predict``.
     ``trained`` are settings that change what is trained: ``{"lora": 32}``. Raises HighwaterError
-    for a source that cannot be read, and for what cannot be predicted.
+    for an unreadable source, and for settings that cannot be predicted.
     """
     degrees = (("ulysses", ulysses), ("ring", ring), ("copies", copies))
     named: dict[str, Any] = {name: list(numbers) for name, numbers in degrees if numbers}
@@ -297,29 +297,22 @@ def guide(
         settings["sequences_per_micro_batch"] = sequences_per_micro_batch
     settings |= named
     for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, settings)):
-        _check_models(found.capacities, found.words, models)
+        for each in found.capacities:
+            if each.config_digest is None:
+                continue
+            own = each.config_digest, each.found_in, found.words
+            digest, found_in, known_words = models.setdefault(each.model_name, own)
+            if digest != each.config_digest:
+                raise UsageError(
+                    f"{found_in} and {each.found_in} each have a model {each.model_name}, and "
+                    "these are two models: their config.json differ",
+                    hint=f"`highwater guide {known_words}` and `highwater guide {found.words}` "
+                    "make a guide of each",
+                )
         capacities += found.capacities
         notes |= dict.fromkeys(found.notes)
         queries |= found.queries
     return Guide(tables=guide_tables(capacities), notes=tuple(notes), queries=queries)
-
-
-def _check_models(
-    found: Iterable[Capacity], words: str, models: dict[str, tuple[str | None, str, str]]
-) -> None:
-    """Raise UsageError if one name stands for two models with unlike configurations."""
-    for each in found:
-        if each.config_digest is None:
-            continue
-        first = models.setdefault(each.model_name, (each.config_digest, each.found_in, words))
-        digest, found_in, known_words = first
-        if digest != each.config_digest:
-            raise UsageError(
-                f"{found_in} and {each.found_in} each have a model {each.model_name}, and "
-                "these are two models: their config.json differ",
-                hint=f"`highwater guide {known_words}` and `highwater guide {words}` make a guide "
-                f"of each",
-            )
 
 
 def _read(path: Path) -> _Found:

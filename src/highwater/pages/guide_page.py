@@ -128,7 +128,7 @@ def guide_markdown(guide: Guide) -> str:
 
 
 def guide_page(guide: Guide, chosen: Sequence[ChooserPlace] = ()) -> str:
-    """Return the guide as an HTML page, with a chooser among the ``chosen`` places."""
+    """Render the guide as an HTML page, with a chooser among the ``chosen`` places."""
     return _drawn(guide, chosen, "html")
 
 
@@ -179,7 +179,7 @@ def _drawn(guide: Guide, places: Sequence[ChooserPlace], form: Literal["html", "
 
 
 def _opening(places: Sequence[ChooserPlace]) -> str:
-    """Answer that the chooser shows first; empty without a chooser."""
+    """The answer that the chooser shows first; empty if there is no chooser."""
     if not places:
         return ""
     place = next((each for each in places if each.longest_tokens is not None), places[0])
@@ -192,7 +192,7 @@ def _opening(places: Sequence[ChooserPlace]) -> str:
 
 
 def sections(guide: Guide) -> list[Section]:
-    """Group the guide's tables into sections, in their order."""
+    """Group a guide's tables into sections with one heading each, in the tables' order."""
 
     def heading(table: GuideTable) -> str:
         native = format_tokens(table.native_length_tokens)
@@ -245,7 +245,7 @@ def rungs(capacities: Sequence[Capacity]) -> Iterator[TextTable]:
 
 
 def _figure(capacities: Sequence[Capacity]) -> str:
-    """Text of one cell's capacities; empty if none is known."""
+    """Text of the capacities of one cell; empty if none is known."""
     telling = (
         each for each in capacities if not any(_says_more(other, each) for other in capacities)
     )
@@ -255,7 +255,7 @@ def _figure(capacities: Sequence[Capacity]) -> str:
 
 
 def _says_more(one: Capacity, other: Capacity) -> bool:
-    """True if ``one`` says all that ``other`` does."""
+    """True if ``one`` implies everything that ``other`` says."""
     if one.is_memory_only and not other.is_memory_only:
         return False
     if other.does_not_fit_tokens is not None and other.does_not_fit_tokens <= one.capacity_tokens:
@@ -285,7 +285,7 @@ def longest(table: GuideTable, model_name: str) -> tuple[Capacity | None, Capaci
 
 
 def best_text(table: GuideTable, model_name: str) -> str:
-    """The longest length trained in full, and any longer one that fits by memory alone."""
+    """Text of the longest length trained in full, and of any longer memory-only one."""
     return _figure([each for each in longest(table, model_name) if each is not None])
 
 
@@ -320,7 +320,7 @@ def _by_gpus(
 
 
 def only_with_offload(table: GuideTable) -> str:
-    """Sentence that names models which need offload at the shortest length; empty if none does."""
+    """Sentence on models that need offload at the shortest length; empty if none does."""
     names = [
         each.model_name
         for each in table.rows[0][1]
@@ -330,7 +330,7 @@ def only_with_offload(table: GuideTable) -> str:
 
 
 def only_tried(table: GuideTable) -> str:
-    """Sentence on models for which nothing as simple as unset settings was tried; empty if none."""
+    """Sentence on models that were tried only with memory-saving settings; empty if none."""
     tried: dict[str, list[str]] = {}
     for name in table.models:
         own = {each.cell for each in table.capacities if each.model_name == name}
@@ -422,7 +422,7 @@ def budget_table(guide: Guide) -> TextTable:
 
 
 def origin_table(guide: Guide) -> TextTable:
-    """Table of every source with the kind of its figures, and what was found there."""
+    """Table of sources: the kind of each one's figures, and the number of capacities."""
     found: dict[tuple[str, Source], list[Capacity]] = {}
     for table in guide.tables:
         for each in table.capacities:
@@ -444,8 +444,8 @@ def origin_table(guide: Guide) -> TextTable:
 def choice_speed(
     guide: Guide, table: GuideTable, choice: Choice, length_tokens: int
 ) -> PredictedStep | None:
-    """Predicted time of a step with the guide's choice for a length. None if nothing fits, for
-    another trainer, for a model without a known shape, and for GPUs without known rates.
+    """Predicted time of a step with the guide's choice for a length; None if nothing fits, for
+    another trainer, a model of unknown shape, or GPUs of unknown rates.
     """
     found = choice.capacity
     if found is None or found.trainer != OURS:
@@ -468,7 +468,7 @@ def speed_tables(guide: Guide) -> Iterator[TextTable]:
     """Yield tables of speed at the longest lengths, for sections whose speed is predicted."""
 
     def figure(table: GuideTable, model_name: str) -> str:
-        """``1,038 at 1,044,480: 33m 33s a step``."""
+        """Text of the speed: ``1,038 at 1,044,480: 33m 33s a step``."""
         reached = farthest(table, model_name) if model_name in table.models else None
         if reached is None:
             return "-"
@@ -488,7 +488,7 @@ def speed_tables(guide: Guide) -> Iterator[TextTable]:
 
 
 def guide_rows(guide: Guide) -> list[dict[str, str | int | float | None]]:
-    """Rows with the published columns, the source, and the predicted speed if it is known."""
+    """Rows of the published columns, with the source, and the predicted speed if known."""
     return [
         {
             "gpu": table.device_name,

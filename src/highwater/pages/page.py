@@ -1,7 +1,7 @@
-"""Self-contained pages: the frame of all, in which text from outside stays text.
+"""Self-contained pages: the frame that all share, which escapes text from outside.
 
-A page is handed around, so that no folder of the machine that made it is shown: a path is relative
-below the working folder, begins with ``~`` below the user's home, and else has its last two parts.
+Pages are passed on to others, so they show no folder of the machine that made them: a path is
+relative below the working folder, begins with ``~`` below the user's home, else has two parts.
 """
 
 import base64
@@ -59,7 +59,7 @@ Form = Literal["html", "md", "text"]
 
 
 def drawn_page(template: str, /, *, form: Form = "html", **values: object) -> str:
-    """Render a template as HTML, Markdown or plain text, escaping all values but ``own`` text."""
+    """Render a template as HTML, Markdown or plain text; all values but ``own`` are escaped."""
     text = _templates(form).get_template(template).render(values, form=form)
     if form == "html":
         return text
@@ -152,11 +152,11 @@ def paths_shortened(value: Any) -> Any:
 
 
 def digest(script: str) -> str:
-    """Digest by which a page's Content-Security-Policy allows a script."""
+    """SHA-256 digest of a script, for the page's Content-Security-Policy."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def own(text: str) -> Markup:
-    """Escape a text of ours, and render its ``code`` and **bold**."""
+    """Escape text of this package, and render its ``code`` and **bold**."""
     marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(str(_on_one_line(text)))))
     return _made_safe(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked))

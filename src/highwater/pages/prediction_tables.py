@@ -1,6 +1,6 @@
-"""Predictions and recommendations in sentences: what fits, with which settings, what is left, how
-fast it is. Then tables: capacities by rung, bytes by term, hits against a known table; and the
-caveat below a table, or all notes (``prediction.txt.j2``).
+"""Predictions and recommendations in sentences: what fits, with which settings, the headroom, the
+speed. Then tables: capacities by rung, bytes by term, hits against a known table; and the caveat
+below a table, or all notes (``prediction.txt.j2``).
 """
 
 import re
@@ -57,7 +57,7 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 
 def in_lines(answer: str) -> str:
-    """Break the answer into lines: settings that are long, the longest length, what would fit."""
+    """Break an answer into lines: before long settings, the longest length, and alternatives."""
     return re.sub(
         r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is)", "\n", answer
     )
@@ -70,9 +70,9 @@ def prediction_answer(
     alternatives: Sequence[Alternative] = (),
     changed: Recommendation | None = None,
 ) -> str:
-    """Say how far a model trains, and with which settings; at one length whether it does. Where
-    nothing fits it says what would: ``longest`` is the prediction without that length,
-    ``alternatives`` are what else was found, and ``changed`` is the user's own file with changes.
+    """Sentences on how far a model trains, and with which settings; at one length, whether it
+    trains. If nothing fits, they name alternatives: ``longest`` is the prediction without that
+    length, ``alternatives`` are other changes, ``changed`` is the user's own file with changes.
     """
     answer, known = prediction.answer, prediction.calibration
     by = predicted_as(prediction.trainer, known.own_trials if known else 0)
@@ -135,7 +135,7 @@ def _answered(prediction: Prediction, answer: CellPrediction, by: str, more: str
 
 
 def _of_small_batches(prediction: Prediction) -> str:
-    """Advise more sequences at a time, beside a cost, if a GPU's micro-batch has few tokens."""
+    """Advice, next to a cost, to pack more sequences if a GPU's micro-batch has few tokens."""
     length_tokens, cell = prediction.length_tokens, prediction.explained.cell
     if prediction.cost is None or length_tokens is None:
         return ""
@@ -149,7 +149,7 @@ def _of_small_batches(prediction: Prediction) -> str:
 
 
 def choice_answer(choice: "GpuChoice") -> str:
-    """Say which GPUs train a length for the least money, or are the fewest where nobody knows."""
+    """Sentence on the GPUs that train a length for the least money; without prices, the fewest."""
     best, model = choice.offers[0], plain(choice.model_name)
     tokens = _tokens(choice.length_tokens, choice.native_length_tokens)
     if best.trained is None:
@@ -199,7 +199,7 @@ def _dollars(amount: float | None) -> str:
 
 
 def _of_objective(cell: Cell, trainer: AnyTrainer) -> str:
-    """Say if lengths are of one sequence of a pair, and how many sequences a micro-batch has."""
+    """Sentence on what lengths mean for pairs, and on the number of sequences in a micro-batch."""
     traits, rows = cell.settings.traits, cell.settings.sequences_per_micro_batch
     known = predicted_traits(trainer)
     if traits.documents_together == 2:
@@ -215,8 +215,8 @@ def _of_objective(cell: Cell, trainer: AnyTrainer) -> str:
 
 
 def recommendation_answer(found: Recommendation, target: str | None = None) -> str:
-    """The settings to take for a length, and who says that they fit; where none do, what would.
-    ``target``: the trainer that it is written for, if not the one whose step is predicted.
+    """Sentences on the settings to use for a length, and the source of that; without any that fit,
+    on alternatives. ``target``: the trainer that the answer is for, if not the predicted one.
     """
     if (chosen := found.chosen) is None:
         how = predicted_as(found.trainer) if predicted_traits(found.trainer) else "measured"
@@ -237,8 +237,8 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
 
 
 def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | None = None) -> str:
-    """Say that what was chosen trains the length; before it, after ``no``, what a user's own file
-    lacks as it is, and what to change in it, that which frees the most first.
+    """Sentences on the settings chosen for a length; before them, after ``no``, what a user's own
+    file lacks, and the changes to it, the change that frees the most first.
     """
     first, written = f"{_SURE[chosen.risk]}: ", found.as_written
     if written is not None:
@@ -262,13 +262,13 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
 
 
 def _tokens(length_tokens: int, native: int) -> str:
-    """A length, and its multiple of the native length if it is longer."""
+    """Text of a length, and its multiple of the native length if it is longer."""
     times = f" ({length_tokens / native:.3g} x native {format_tokens(native)})"
     return f"{format_tokens(length_tokens)} tokens{times * (length_tokens > native)}"
 
 
 def _where(found: Prediction | Recommendation, target: str | None = None) -> str:
-    """``4 x A100-80GB``, who trains if not our engine, and the share of vLLM if nobody typed it."""
+    """Text: ``4 x A100-80GB``, the trainer if not our engine, and vLLM's share unless typed."""
     row = REGISTRY[target or found.trainer]
     trained = row.trained or f"{row.title}'s trainer"
     by = f" with {row.title}" if predicted_traits(found.trainer) is None else f" for {trained}"
@@ -284,7 +284,7 @@ def _where(found: Prediction | Recommendation, target: str | None = None) -> str
 
 
 def _how_many(alternatives: Sequence[Alternative], gpus: int) -> str:
-    """How many GPUs do, in words, where one was asked about: a kind without a number is one."""
+    """Text on how many GPUs suffice, if ``gpus`` is 1, as without a number; else empty."""
     return next((plain(each.how_many) for each in alternatives if gpus == 1 and each.how_many), "")
 
 
@@ -296,7 +296,7 @@ def _gpus(found: Prediction | Recommendation) -> str:
 
 
 def _beside(prediction: Prediction, answer: CellPrediction) -> str:
-    """Say how far positions stretch, how far may fit with nothing to spare, and on GPUs alone."""
+    """Sentences on YaRN's factor, the longest length that may just fit, and the GPUs alone."""
     said = ""
     if prediction.yarn_factor is not None:
         stretched = f"{prediction.yarn_factor:.3g} times: published models go up to {YARN_IN_USE}"
@@ -309,7 +309,7 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
 
 
 def _on_gpus(prediction: Prediction, answer: CellPrediction) -> str:
-    """Say how far the GPUs alone go, if the answer keeps anything in host memory."""
+    """Sentence on the longest length without offload, if the answer offloads anything."""
     cells = prediction.cells
     on_gpus = [each.capacity_tokens for each in cells if not each.cell.settings.uses_host]
     if not answer.cell.settings.uses_host or not any(on_gpus):
@@ -324,7 +324,7 @@ def _nothing(
     others: Sequence[Alternative],
     changed: Recommendation | None,
 ) -> str:
-    """Say that nothing fits, and what would, or else how much the nearest settings lack."""
+    """Sentences: nothing fits, and what would fit, or else what the nearest settings lack."""
     asked, shortest = prediction.length_tokens, prediction.explained.does_not_fit_tokens
     native = prediction.native_length_tokens
     what = f"at {_tokens(asked or shortest or 0, native)}{'' if asked else ' or more'}"
@@ -342,7 +342,7 @@ def _nothing(
 
 
 def _in_words(alternative: Alternative, *, is_scaled: bool) -> str:
-    """Say what would fit: the flags to add, or for other GPUs the settings."""
+    """Text of an alternative: the flags to add, or for other GPUs the settings."""
     if alternative.kind in ("technique", "more host memory"):
         typed = " ".join(alternative.flags)
         return f"{plain(alternative.what)} (`{typed}`)" if typed else plain(alternative.what)
@@ -379,7 +379,7 @@ def _lacking(prediction: Prediction) -> str:
 
 
 def _lacking_bytes(predicted: CellPrediction) -> int:
-    """Bytes of a GPU that a cell lacks, by its headroom if it is from an older file."""
+    """Bytes of a GPU that a cell lacks; from its headroom if an older file has no such field."""
     lacks_bytes = predicted.lacks_bytes
     return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
 
@@ -394,8 +394,8 @@ def _sentences_on(
     peaks: str = "",
     is_scaled: bool,
 ) -> str:
-    """Sentences on a cell that trains: how surely and how fast, settings and host memory.
-    ``peaks``: the phase in which its memory peaks.
+    """Sentences on a cell that trains: certainty, speed, settings and host memory. ``peaks``: the
+    phase in which its memory peaks.
     """
     usual = host_memory_bytes, usual_host
     how, facts, host = _facts_of(found, *usual, peaks=peaks, is_scaled=is_scaled)
@@ -413,8 +413,8 @@ def _facts_of(
     is_scaled: bool,
     is_second: bool = False,
 ) -> tuple[str, str, str]:
-    """Three texts: settings; risk, memory and speed; host memory, if much. ``is_second``: the
-    second cell of one answer, which is told without peak and tokens/s.
+    """Three texts: settings; risk, memory and speed; host memory, if much. ``is_second``: for the
+    second cell of an answer, without peak and tokens/s.
     """
     is_lowered, is_predicted = False, True
     if isinstance(found, Candidate):
@@ -447,7 +447,7 @@ def _facts_of(
 
 
 def _of_host(host_bytes: int | None, machine: str | None, settings: Settings) -> str:
-    """Say how much host memory is assumed, if settings use it, or that it is unknown."""
+    """Text on the host memory that is assumed, or that it is unknown, if settings use it."""
     if not settings.uses_host or machine == THIS_MACHINE:
         return ""
     if host_bytes is None:
@@ -472,8 +472,8 @@ def caveat(
     unlike: Sequence[str],
     star: Sequence[str],
 ) -> str:
-    """The caveat below a table: that little is left, or which properties of the ``cells`` were
-    never measured (``unlike``); else where to read more. ``star``: what a star in the table means.
+    """The caveat below a table: that little headroom is left, or which properties of the ``cells``
+    were never measured (``unlike``); else where to read more. ``star``: what a star means.
     """
     says, then = "`--explain` says how good such answers were", ""
     here = () if answer is None else unlike_cell(unlike, answer.cell, cells)
@@ -488,14 +488,14 @@ def caveat(
 
 
 def star_of_yarn(longest_tokens: int, native_length_tokens: int) -> tuple[str, ...]:
-    """Say what a star means, if the longest length of a table is past the native length."""
+    """Text on the meaning of a star, if a table's longest length is past the native length."""
     if longest_tokens <= native_length_tokens:
         return ()
     return (f"* past the native length of {format_tokens(native_length_tokens)}: YaRN",)
 
 
 def assumed_host(host_bytes: int | None, machine: str | None) -> tuple[str, ...]:
-    """Say how much host memory is assumed, and whose, because the user gave none."""
+    """Note on the host memory that is assumed because the user gave none, and its source."""
     if machine is None or host_bytes is None:
         return ()
     size = format_bytes(host_bytes)
@@ -520,10 +520,10 @@ _BINDINGS: dict[Binding, str] = {
 def prediction_table(
     prediction: Prediction, *, is_explained: bool = False, is_whole: bool = False
 ) -> TextTable:
-    """A table of the longest length of the few cells that tell most (``_telling``), and how fast
-    each is; at one length, whether it fits, and what is left. One caveat follows. ``is_whole``: of
-    every cell. ``is_explained``: of the whole frontier, with what ends each cell, the interval of
-    its memory and where its peak is, and all that is known of such predictions.
+    """A table of the longest length and the speed of a few cells (``_telling``); at one length,
+    whether each fits, and its headroom. One caveat follows. ``is_whole``: all cells.
+    ``is_explained``: the whole frontier, with what limits each cell, the interval of its memory and
+    its peak phase, and all notes.
     """
     at_length, native = prediction.length_tokens is not None, prediction.native_length_tokens
     has_counts = len({each.cell.layout.gpus for each in prediction.cells}) > 1
@@ -569,8 +569,8 @@ _MOST_SHOWN = 5
 
 
 def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPrediction]:
-    """The simplest cell, the longest, and the frontier between them. Of many, cells that gain least
-    on the one before are left out, unless ``is_every``.
+    """The simplest cell, the longest, and the frontier between them. Of many, cells that are hardly
+    longer than the one before are left out, unless ``is_every``.
     """
     ends = (prediction.simplest.cell, prediction.explained.cell)
     shown = [each for each in prediction.cells if each.is_on_frontier or each.cell in ends]
@@ -584,7 +584,7 @@ def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPredicti
             for n, (one, e) in enumerate(pairwise(shown), 1)
             if e.cell not in ends
         ]
-        del shown[min(gains, default=(0, 0, 0))[-1]]
+        del shown[min(gains)[-1] if gains else 0]  # else the first, which gains on none before it
     return shown
 
 
@@ -612,7 +612,7 @@ def _footnotes(
 
 
 def term_table(predicted: CellPrediction) -> TextTable:
-    """Table of bytes by term in each phase, with bars for one; of a trace, by kind of tensor."""
+    """Table of bytes by term and phase, with bars for one phase; of a trace, by kind of tensor."""
     if predicted.replayed is not None:
         return _tensor_table(predicted, predicted.replayed)
     footprint = predicted.footprint
@@ -685,7 +685,7 @@ def rollout_tables(prediction: Prediction) -> tuple[TextTable, ...]:
 
 
 def _peak_phase(prediction: Prediction, cell: CellPrediction) -> str:
-    """Phase in which the GPUs' memory peaks; empty if no rollout shares them."""
+    """Name of the phase in which GPU memory peaks; empty if no rollout shares the GPUs."""
     footprint, asked = cell.footprint, prediction.memory_limit.rollout
     if asked is None or asked.own_gpus or footprint.rollout is None:
         return ""
@@ -698,8 +698,8 @@ def _bar(size: int, largest: int) -> str:
 
 
 def data_answer(found: "DataLengths") -> str:
-    """Say which length holds 99 % of the documents whole, and how far the GPUs train. Further
-    lines: how many are cut, what two lengths keep of the tokens, and the time and cost of a pass.
+    """Sentence on the length that holds 99 % of the documents whole, and on how far the GPUs train.
+    Further lines: documents that are cut, tokens that two lengths keep, time and cost of a pass.
     """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
     documents, held = counted(found.documents, "document"), format_tokens(found.whole_tokens)
@@ -747,14 +747,14 @@ def data_answer(found: "DataLengths") -> str:
 
 
 def _of(kept: "KeptLength", found: "DataLengths") -> str:
-    """Share of the tokens that a length keeps; ``all`` only if nothing is cut."""
+    """Text of the share of tokens that a length keeps; ``all`` only if no document is cut."""
     is_all = kept.kept_tokens == found.tokens
     return "all" if is_all else f"{min(0.999, kept.kept_tokens / found.tokens):.1%}"
 
 
 def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
-    """Table of the documents by length, what each length keeps of them, and the time of a pass. If
-    they are trained: the length that is enough, a few before it and the next, or ``is_whole``.
+    """Table of documents by length, the tokens that each length keeps, and the time of a pass. With
+    GPUs: the shortest sufficient length, a few before it and the next, or all if ``is_whole``.
     """
     before = dict(zip(found.lengths[1:], (e.documents for e in found.lengths), strict=False))
     own = {each: each.documents - before.get(each, 0) for each in found.lengths}
@@ -847,7 +847,7 @@ def _title(prediction: Prediction) -> str:
 
 
 def _fits(predicted: CellPrediction) -> str:
-    """How surely a length fits: ``safe`` to ``tight``, or ``no`` and what lacks beside a GPU."""
+    """How surely a length fits, ``safe`` to ``tight``; or ``no``, with any limit but the GPU."""
     if predicted.risk is None:
         has_room = predicted.headroom_bytes >= 0 and predicted.binding != "ceiling"
         no = f"no: {_BINDINGS[predicted.binding]}" if has_room else "no"
@@ -858,13 +858,13 @@ def _fits(predicted: CellPrediction) -> str:
 
 
 def _at_least(predicted: CellPrediction, native_length_tokens: int) -> str:
-    """``≥`` if no longer length was asked about, and a longer one could be."""
+    """``≥`` if no longer length was predicted although one could be; else empty."""
     tokens, is_last = predicted.capacity_tokens, predicted.does_not_fit_tokens is None
     return "≥" if tokens and is_last and tokens != native_length_tokens else ""
 
 
 def _reach(each: CellPrediction, native: int) -> str:
-    """Longest length; if none leaves the headroom, what may fit and how surely."""
+    """Longest length; if no length leaves the headroom, the one that may fit and how surely."""
     if not each.capacity_tokens and each.risk is not None:
         return f"{_length(each.likely_edge_tokens, native)}, {each.risk}"
     return f"{_at_least(each, native)}{_length(each.capacity_tokens, native)}"
@@ -876,7 +876,7 @@ def _length(tokens: int, native_length_tokens: int) -> str:
 
 
 def _device_memory(predicted: CellPrediction) -> str:
-    """Interval of the GPU's memory; the prediction itself without one."""
+    """Interval of the GPU's memory, or the prediction itself if there is no interval."""
     ends = predicted.interval
     if ends is None:
         return format_bytes(predicted.device_used_bytes)

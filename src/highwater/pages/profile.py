@@ -22,7 +22,7 @@ _PLACES = 12
 
 
 def answer(profile: MemoryProfile) -> str:
-    """Say in a sentence what was alive."""
+    """Sentence on the largest categories of live memory."""
     known = (each for each in profile.categories if each.bytes)
     largest = sorted(known, key=lambda each: -each.bytes)
     parts = ", ".join(
@@ -43,7 +43,7 @@ def _in(profile: MemoryProfile) -> str:
 
 
 def category_table(profiles: Sequence[MemoryProfile]) -> TextTable:
-    """Table of the categories that were alive; for two profiles, with the difference."""
+    """Table of live bytes by category; for two profiles, with the difference."""
     notes = [
         f"{plain(profile.name)}: {line}" if len(profiles) > 1 else line
         for profile in profiles
@@ -91,7 +91,7 @@ def _difference(one: int, other: int) -> str:
 
 
 def advice(profile: MemoryProfile) -> Advice | None:
-    """The setting to try first for less memory; None if none stands out."""
+    """The setting to try first to save memory; None if none stands out."""
     is_expandable = profile.allocator_settings.get("expandable_segments") == "True"
     return advice_of(
         {each.category: each.bytes for each in profile.categories},
@@ -108,7 +108,7 @@ def _notes(profile: MemoryProfile) -> tuple[str, ...]:
 
 
 def place_table(profile: MemoryProfile, *, most: int = _PLACES) -> TextTable:
-    """Table of what was alive at the profile's moment, by its ``most`` largest places."""
+    """Table of live bytes at the profile's moment, by the ``most`` largest places in code."""
     places = profile.places[:most]
     rest = profile.allocated_bytes - sum(each.bytes for each in places)
     return table_of(

@@ -1,5 +1,5 @@
-"""Tables of a recommendation: the rung to take, why not simpler ones, what longer ones would gain,
-or every rung that fits; and the page of a written folder, whose prose is in ``check.j2``.
+"""Tables of a recommendation: the rung to use, why not simpler rungs, what longer ones would gain,
+or every rung that fits; and the text page of a written folder, from the template ``check.j2``.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def _costs_of(found: Recommendation) -> Column[Candidate]:
 def recommendation_tables(
     found: Recommendation, *, is_explained: bool = False
 ) -> tuple[TextTable, ...]:
-    """All tables in reading order, with one caveat, or all notes if ``is_explained``."""
+    """All tables in reading order, with one caveat, or with all notes if ``is_explained``."""
     if predicted_traits(found.trainer) is None:
         return (_tried_table(found),)
     tables = [] if found.chosen is None else [_chosen_table(found, found.chosen)]
@@ -67,8 +67,8 @@ def recommendation_tables(
 
 
 def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable:
-    """Table of the settings to take, between the nearest simpler ones and the next that train
-    longer, with a caveat. ``is_whole``: all simpler ones, and the costs of each.
+    """Table of the recommended settings, between the nearest simpler ones and the next longer ones,
+    with a caveat. ``is_whole``: all simpler ones, and the costs of each.
     """
     if predicted_traits(found.trainer) is None:
         return _tried_table(found)
@@ -114,7 +114,7 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
 
 
 def _tried_table(found: Recommendation) -> TextTable:
-    """Table of all that studies of a foreign trainer tried at a length, the simplest first."""
+    """Table of a foreign trainer's cells that studies tried at a length, the simplest first."""
     return table_of(
         f"{_title(found)}: measured",
         found.candidates,
@@ -144,7 +144,7 @@ def rung_list(found: Recommendation, *, is_explained: bool = False) -> TextTable
 
 
 def next_rungs(found: Recommendation) -> tuple[Candidate, ...]:
-    """The next rungs, each of which trains longer than the chosen one and all before it."""
+    """The next rungs, each longer than the chosen rung and all before it."""
     longest, bought = 0 if found.chosen is None else found.chosen.capacity_tokens, list[Candidate]()
     for candidate in found.later:
         if candidate.capacity_tokens > longest and len(bought) < NEXT_SHOWN:
@@ -154,7 +154,7 @@ def next_rungs(found: Recommendation) -> tuple[Candidate, ...]:
 
 
 def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
-    """Costs of a rung compared with the first rung of the ladder."""
+    """Costs of a rung in words, compared with the first rung of the ladder."""
     settings, layout = candidate.cell.settings, candidate.cell.layout
     said: list[str] = []
     if settings.allocator == "expandable":
@@ -190,7 +190,7 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
 
 
 def reason(candidate: Candidate) -> str:
-    """Say why a rung does not fit: what it lacks, or, by a trial, that memory ran out."""
+    """Reason why a rung does not fit: the missing memory, or a trial that ran out."""
     if candidate.source not in ("measured", "predicted"):
         return "does not fit"
     left_bytes, is_predicted = candidate.headroom_bytes, candidate.source == "predicted"
@@ -240,7 +240,7 @@ def _capacity(candidate: Candidate, found: Recommendation) -> str:
 
 
 def _step(candidate: Candidate) -> tuple[str, str]:
-    """Time of a step and tokens per second, with their source if another; ``-``: unknown."""
+    """Texts of step time and tokens per second, with the source if it differs; ``-``: unknown."""
     step = candidate.step_time
     if step is None:
         return "-", "-"
@@ -290,9 +290,9 @@ _STEPS = 10
 def check_page(
     found: Recommendation, chosen: Candidate, emitted: Emitted, **told: str | Sequence[str]
 ) -> str:
-    """Text of the page. ``answer``: the recommendation in a sentence; ``name``, ``package``: the
-    trainer's; ``yours``: what the files leave to the user; ``command``: what was typed, without the
-    folder; ``roomier``: command for more headroom.
+    """Render the text page of a written folder. ``answer``: the recommendation in a sentence;
+    ``name``, ``package``: the trainer's; ``yours``: steps left to the user; ``command``: the typed
+    command, without the folder; ``roomier``: a command for more headroom.
     """
     cell = chosen.cell
     return drawn_page(

@@ -1,6 +1,6 @@
-"""The answer of a study: in a sentence or two (how long, where, with which settings, what is left,
-how fast), as a table, and in the published layout; one trial as a table; and, before a search, what
-it will try. Notes below tables are in ``answer.txt.j2``.
+"""The answer of a study: in a sentence or two (longest length, GPUs, settings, headroom, speed), as
+a table, and in the published layout; one trial as a table; and, before a search, its expected
+trials. Notes below tables are in ``answer.txt.j2``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from highwater.units import format_bytes, format_rate, format_seconds, format_sh
 
 
 def study_answer(study: Study) -> str:
-    """Say how far the model trains, by the trials so far."""
+    """Sentences on the longest length that a model trains, by the trials so far."""
     question = study.question
     answer = max(study.answers, key=_reach, default=None)
     unanswered = [cell for cell in question.cells if study.answer_of(cell) is None]
@@ -50,8 +50,8 @@ def study_answer(study: Study) -> str:
 
 
 def _sentences(study: Study, answer: CellAnswer) -> str:
-    """The longest length, its proof and its figures, in sentences. Simplest settings come before it
-    if they reach the native length (on the fewest GPUs that do), else after it.
+    """Sentences on the longest length, its proof and its figures. The simplest settings come first
+    if they reach the native length (on the fewest GPUs that do), else last.
     """
     question, reach = study.question, answer.reach_tokens or 0
     model, proof, left = plain(question.model.name), answer.memory_only, partial(_left, question)
@@ -71,7 +71,7 @@ def _sentences(study: Study, answer: CellAnswer) -> str:
             plainly = settings_in_words(simple.cell.settings, simple.cell.layout)
             shorter = f" With {plainly} {format_tokens(simple.reach_tokens or 0)}."
             return f"{trained(answer, *known)}{shorter}"
-        longest, device = f"{_least(question, answer)}{format_tokens(reach)}", question.device
+        longest, device = f"{_or_longer(question, answer)}{format_tokens(reach)}", question.device
         is_alike = answer.cell.layout.gpus == simple.cell.layout.gpus
         by = f" with {how}" if is_alike else f": {answer.cell.label_on(device)}"
         figures = _sentence(left(answer.headroom_bytes), *known)
@@ -88,8 +88,8 @@ def _sentences(study: Study, answer: CellAnswer) -> str:
 
 
 def _simplest(study: Study, best: CellAnswer) -> CellAnswer | None:
-    """Answer of the simplest settings that reach less than ``best``: on the fewest GPUs that reach
-    the native length, else on as many as ``best`` has. None if there is none.
+    """Answer of the simplest settings that reach less than ``best``: those on the fewest GPUs that
+    reach the native length, else on as many GPUs as ``best``. None if there is none.
     """
     native = study.question.model.shape.native_length_tokens
     answers = [each for each in map(study.answer_of, study.question.cells) if each is not None]
@@ -129,7 +129,7 @@ def _at_least(study: Study, cell: Cell, length_tokens: int) -> str:
 
 
 def _how(question: Question, cell: Cell, length_tokens: int) -> str:
-    """Settings and degrees in words, with the bytes predicted in host memory, and YaRN if used."""
+    """Settings and degrees in words, with predicted bytes in host memory, and YaRN if used."""
     place, prompt_tokens = (cell.settings, cell.layout, length_tokens), question.prompt_tokens
     step = Step(question.model.shape, *place, question.device, prompt_tokens)
     on_host, is_scaled = footprint(step).host_bytes, _is_scaled(question, length_tokens)
@@ -137,7 +137,7 @@ def _how(question: Question, cell: Cell, length_tokens: int) -> str:
 
 
 def _is_scaled(question: Question, length_tokens: int) -> bool:
-    """True if this engine scales positions at that length; another trainer does as it likes."""
+    """True if this engine scales positions at that length; other trainers decide by themselves."""
     return question.foreign is None and length_tokens > question.model.shape.native_length_tokens
 
 
@@ -171,7 +171,7 @@ def _speed(answer: CellAnswer) -> str:
 
 
 def _end(answer: CellAnswer) -> str:
-    """Say what ended the search above the longest length."""
+    """Text on why the search ended above the longest length."""
     if answer.does_not_fit_tokens is not None:
         return f"{format_tokens(answer.does_not_fit_tokens)} ran out of memory"
     return {
@@ -196,7 +196,7 @@ _LONGER = 4
 
 
 def outlook_lines(planned: Plan, *, is_resumed: bool) -> tuple[str, ...]:
-    """Say what a search is about to try, if it takes time; ``is_resumed``: part is recorded."""
+    """Lines on the trials that a search expects, if they take time; ``is_resumed``: some exist."""
     question = planned.question
     if question.simulated:
         return ()
@@ -208,7 +208,7 @@ def outlook_lines(planned: Plan, *, is_resumed: bool) -> tuple[str, ...]:
 
 
 def _outlook_line(planned: Plan, cells: Sequence[CellOutlook]) -> str:
-    """Say how many searches there are, and how long they will and may take."""
+    """Line on the number of searches, and the time that they will take and may take."""
     what, in_all_s = f"{len(cells)} search{'' if len(cells) == 1 else 'es'}", expected_s(cells)
     takes = (
         f"nobody knows beforehand how long a trial takes on {plain(planned.question.device_name)}"
@@ -257,7 +257,7 @@ def memory_only_text(question: Question, answer: CellAnswer | None, *, commas: b
 
 
 def place(question: Question) -> str:
-    """Where the trials ran, and their memory budget: ``NVIDIA H200, 79.15 GiB per GPU``."""
+    """GPUs of a study's trials, and their memory budget: ``NVIDIA H200, 79.15 GiB per GPU``."""
     memory = "the whole card"
     if question.memory_budget_bytes is not None:
         memory = f"{format_bytes(question.memory_budget_bytes)} per {_rank(question)}"
@@ -284,16 +284,17 @@ def peak_name(asked: Question | TrialSpec) -> str:
 
 
 def proven_lengths(question: Question, answer: CellAnswer) -> tuple[str, str]:
-    """Texts of the length trained in full and of the memory-only one. ``≥`` before the longer if
-    nothing above it was tried, and something could be.
+    """Texts of the length trained in full and of the memory-only one. ``≥`` is before the longer
+    one if no longer length was tried although one could be.
     """
-    least, trained = _least(question, answer), capacity_text(question, answer)
+    or_longer, trained = _or_longer(question, answer), capacity_text(question, answer)
     if answer.memory_only is None:
-        return f"{least}{trained}", "-"
-    return trained, f"{least}{memory_only_text(question, answer)}"
+        return f"{or_longer}{trained}", "-"
+    return trained, f"{or_longer}{memory_only_text(question, answer)}"
 
 
-def _least(question: Question, answer: CellAnswer) -> str:
+def _or_longer(question: Question, answer: CellAnswer) -> str:
+    """``≥`` if no longer length failed although one could be tried; else empty."""
     native, is_end = question.model.shape.native_length_tokens, answer.limit == "ceiling"
     is_last = is_end and answer.reach_tokens == native  # as for a model with a scaling of its own
     return "≥" if answer.is_at_least and not is_last else ""
@@ -309,7 +310,7 @@ _LIMITS: dict[Limit, str] = {
 
 
 def answer_table(study: Study) -> TextTable:
-    """Final table: each cell's capacity, the known figures, and what ended its search."""
+    """Table of each cell's capacity, its measured figures, and why its search ended."""
     question = study.question
     trained = shared_training(cell.settings for cell in question.cells)
     named = f", {trained}" if trained else ""
@@ -330,7 +331,7 @@ def answer_table(study: Study) -> TextTable:
 
 
 def trial_answer(spec: TrialSpec, result: TrialResult) -> str:
-    """Say whether the trial trained its length, on what and how; or that it proves nothing."""
+    """Sentence on whether the trial trained its length, on which GPUs and with which settings."""
     model, how = plain(spec.model_name), settings_in_words(spec.settings, spec.layout)
     first = f"Yes: {model} trains" if result.outcome.is_fit else f"No: {model} does not train"
     if not result.outcome.tells:
@@ -341,7 +342,7 @@ def trial_answer(spec: TrialSpec, result: TrialResult) -> str:
 
 
 def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
-    """Table of one trial: its end, and what was measured."""
+    """Table of one trial: its outcome and measurements."""
     label = "simulated" if result.simulated else "measured"
     proof = ", memory-only" if spec.is_memory_only else ""
     lines = template_lines(
@@ -410,7 +411,7 @@ def _footnotes(study: Study) -> tuple[str, ...]:
 
 
 def _reason(study: Study, answer: CellAnswer) -> str:
-    """Reason of an answer; if a trial ran out of memory, with what had no room."""
+    """Reason of an answer; if a trial ran out of memory, with the request that failed."""
     why = brief(answer.reason)
     for trial in study.trials_of(answer.cell):
         tokens = trial.spec.length_tokens
@@ -421,7 +422,7 @@ def _reason(study: Study, answer: CellAnswer) -> str:
 
 
 def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
-    """Tables in the published layout, ``#GPU | SP | models``, by rung and place: ``*`` past the
+    """Tables in the published layout, ``#GPU | SP | models``, by rung and GPUs: ``*`` past the
     native length, ``-`` none fits, ``≥`` no longer length failed. Unknown capacities are left out.
     """
     groups: dict[str, dict[str, dict[Layout, str]]] = {}
@@ -465,7 +466,7 @@ def published_text(table: TextTable) -> str:
 
 
 def published_line(question: Question, cell: Cell, answer: CellAnswer | None) -> str | None:
-    """The line that users of the published search parse; None if no trial told the capacity."""
+    """The final line that scripts around the published search parse; None without a capacity."""
     if answer is None or answer.capacity_tokens is None:
         return None
     proof = answer.memory_only
@@ -477,7 +478,7 @@ def published_line(question: Question, cell: Cell, answer: CellAnswer | None) ->
 
 
 def published_notes(question: Question, cell: Cell, answer: CellAnswer | None) -> tuple[str, ...]:
-    """Say what a cell's line does not, or why there is no line."""
+    """Notes on what a cell's published line leaves out, or on why there is no line."""
     label = f"{plain(question.model.name)}, {cell.label_on(question.device)}"
     if answer is None or answer.capacity_tokens is None:
         why = "it has no answer" if answer is None else plain(answer.reason)

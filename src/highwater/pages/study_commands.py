@@ -1,5 +1,5 @@
 """Commands that repeat a study: its search, and a trial on each side of every edge. Also the line
-of a trial that ran out of memory: what had no room, what was alive, what to try.
+of a trial that ran out of memory: the request that failed, the live bytes, the setting to try.
 """
 
 import os
@@ -34,7 +34,7 @@ _PROMPT_FLAG = "--prompt-tokens"
 
 
 class Command(Record, frozen=True, kw_only=True):
-    """A command to type, and what it does."""
+    """A command to type, and a description of it."""
 
     what: str
     words: tuple[str, ...]
@@ -46,7 +46,7 @@ class Command(Record, frozen=True, kw_only=True):
 
 
 def commands(study: Study) -> tuple[Command, ...]:
-    """Commands: the study as it was typed, its search in a new study, and trials of its edges."""
+    """Commands of a study: its own as typed, its search in a new study, trials of its edges."""
     found: list[Command] = []
     if study.command:
         rest = "shows its answers again" if study.complete else "answers the rest"
@@ -93,14 +93,14 @@ def resumed(study: Study) -> tuple[str, ...]:
 
 
 def _with_its_proof(question: Question, typed: tuple[str, ...]) -> tuple[str, ...]:
-    """Add the flag for proof in full to old commands, whose searches all proved in full."""
+    """Add the flag for full proof to old commands, which always proved in full."""
     is_named = any(flag_value(flag, typed) for flag in (_PROOF_FLAG, _TIMEOUT_FLAG))
     in_full = question.proof == "full" and question.device == "cuda" and not question.simulated
     return (*typed, _PROOF_FLAG, "full") if in_full and not is_named else typed
 
 
 def flag_value(flag: str, words: Sequence[str]) -> str | None:
-    """Value of a flag in the typed words, the last one if it is repeated; None without it."""
+    """Value of a flag in the typed words, the last one if it is repeated; None if it is missing."""
     found: str | None = None
     for word, after in pairwise((*words, "")):
         if word == flag:
@@ -169,14 +169,14 @@ def _place(asked: TrialSpec | Question, layout: Sequence[str]) -> tuple[str, ...
 
 
 def _setting_flags(rungs: Sequence[Settings], foreign: ForeignTrainer | None) -> tuple[str, ...]:
-    """Flags of settings that all rungs share, without allocators and losses if they differ."""
+    """Flags of settings that all rungs share, without allocator and loss if these differ."""
     apart = (name for name in ("allocator", "loss") if len({getattr(r, name) for r in rungs}) > 1)
     refused = () if foreign is None else FOREIGN[foreign.trainer].refused(DECLARED)
     return setting_flags(rungs[0], but_not={*apart, *refused})
 
 
 def _model_word(model: Model) -> str:
-    """Name in the catalog if it is that very model, else the model's directory."""
+    """The model's catalog name if the catalog's configuration is equal, else its directory."""
     with suppress(HighwaterError):
         if load_model(model.name).config_digest == model.config_digest:
             return model.name
@@ -205,12 +205,12 @@ def _steps(asked: TrialSpec | Question) -> tuple[str, ...]:
 
 
 def _prompt_tokens(asked: TrialSpec | Question) -> int | None:
-    """Prompt tokens of the sequences; also for records older than the flag. None: no flag."""
+    """Prompt tokens of the sequences for ``--prompt-tokens``; None: leave the flag out."""
     return asked.prompt_tokens or None if asked.foreign is None else None
 
 
 def _words(**values: object) -> tuple[str, ...]:
-    """Flags that set these fields; None values are left out."""
+    """Command-line flags that set these fields; None values are left out."""
     return tuple(words_of({name: value for name, value in values.items() if value is not None}))
 
 
@@ -277,7 +277,7 @@ def brief(reason: str) -> str:
 
 
 def requested_bytes(result: TrialResult) -> int | None:
-    """Bytes of the request that had no room, by the engine or the error's text; None: unknown."""
+    """Bytes of the request that failed, by the engine or by the error's text; None: unknown."""
     failure = result.first_failed.failure if result.first_failed else None
     if failure is None or result.outcome is not Outcome.OUT_OF_MEMORY:
         return None
@@ -288,7 +288,7 @@ def requested_bytes(result: TrialResult) -> int | None:
 
 
 def setting_of(alive: AliveMemory, settings: Settings, layout: Layout) -> Advice | None:
-    """The setting to try first that is not set already; None if there is none."""
+    """The setting to try first that is not set yet; None if there is none."""
     sizes = sizes_of(alive)
     asked = _category(alive.requested_by)
     if asked is not None:
@@ -312,7 +312,7 @@ def setting_of(alive: AliveMemory, settings: Settings, layout: Layout) -> Advice
 
 
 def sizes_of(alive: AliveMemory) -> dict[Category, int]:
-    """Bytes that were alive, by category; 0 if unknown."""
+    """Live bytes by category; 0 if unknown."""
     return {
         "parameters": alive.parameters_bytes,
         "gradients": alive.gradients_bytes,
@@ -325,7 +325,7 @@ def sizes_of(alive: AliveMemory) -> dict[Category, int]:
 
 
 def alive_rows(result: TrialResult, layout: Layout) -> Mapping[str, str]:
-    """Allocated memory of each rank that ran out, by the rank's name in the mesh."""
+    """Allocated memory of each rank that ran out, by the rank's coordinates in the mesh."""
     rows: dict[str, str] = {}
     for rank in result.ranks:
         alive = None if rank.failure is None else rank.failure.alive

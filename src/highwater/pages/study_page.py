@@ -148,7 +148,7 @@ def study_csv(report: StudyReport) -> str:
 
 
 def _harmless(value: object) -> object:
-    """Make a value safe for spreadsheets: text on one line, quoted if it begins like a formula."""
+    """Make a value safe for spreadsheets: text on one line, with ``'`` before a formula."""
     if not isinstance(value, str):
         return value
     text = plain(value)
@@ -167,13 +167,13 @@ _BESIDE: dict[Judgement, str] = {
 
 
 def state(report: StudyReport) -> str:
-    """Say how far the search is, and whether anything was trained."""
+    """Sentence on the progress of a search, and on whether anything was trained."""
     (line,) = _lines("state", report=report, provenance=provenance(report.study.question))
     return line
 
 
 def failure_line(failed: FailedTrial) -> str:
-    """Say where a failed trial was, and where its log is."""
+    """Line on where a failed trial failed, and on its log."""
     (line,) = _lines("failure", failed=failed)
     return line
 
@@ -227,7 +227,7 @@ def bracket_table(report: StudyReport) -> TextTable:
 
 
 def memory_table(report: StudyReport) -> TextTable:
-    """Peaks of each trial's fullest rank beside the limit; those of a failed one up to its end."""
+    """Table of the peaks of each trial's fullest rank; those of a failed trial up to its end."""
     is_gpu = report.study.question.device != "cpu"
     sampled = "" if report.study.question.foreign is None else ", sampled from outside"
     return table_of(
@@ -292,7 +292,7 @@ def _is_foretold(report: StudyReport) -> bool:
 
 
 def predicted_cells(report: StudyReport) -> TextTable:
-    """Table of each cell's capacity beside its predictions, today's and those before its trials."""
+    """Table of each cell's capacity beside two predictions: today's and that before its trials."""
     today, label = "predicted by today's formula", report.label
     return table_of(
         f"longest length of each cell: predicted, and {label}",
@@ -308,7 +308,7 @@ def predicted_cells(report: StudyReport) -> TextTable:
 
 
 def _expected(cell: CellReport) -> str:
-    """Length expected before the trials, with its source, which may differ from cell to cell."""
+    """Length that was expected before the trials, with the source of the expectation."""
     if cell.expected_tokens is None or cell.expected_by is None:
         return "-"
     by = {"formula": "the formula then", "trace": "a trace"}.get(
@@ -334,14 +334,14 @@ def file_and_folder(path: str) -> str:
 
 
 def prediction_notes(report: StudyReport) -> tuple[str, ...]:
-    """Notes on what was predicted when, what intervals promise, and how far trials test them."""
+    """Notes on when predictions were made, and on what intervals promise and trials show."""
     known = report.predictions.calibration
     least = None if known is None else least_residuals(known.coverage)
     return _lines("prediction_notes", report=report, least=least)
 
 
 def question_table(report: StudyReport) -> TextTable:
-    """Table of the question, and of what ordered its trials."""
+    """Table of the question, and of the settings that ordered its trials."""
     study = report.study
     longest_s = study.longest_timeout_s or 0
     shorter = Counter(limit_s for limit_s in study.answers_within_s if limit_s < longest_s)
@@ -357,7 +357,7 @@ def question_table(report: StudyReport) -> TextTable:
 
 
 def environment_tables(report: StudyReport) -> Iterator[TextTable]:
-    """Yield tables of the environments that trials reported, and in which searches were started."""
+    """Yield tables of the environments that trials and searches recorded."""
     each = (f"{trial.rung}: {trial.allocator}" for trial in report.trials if trial.allocator)
     told = values_table(
         "what the trials said that they ran with",

@@ -1,6 +1,6 @@
 """Report on one study, as data: from its file, its logs and predictions for it.
 
-Figures of trials are measured, or simulated if the question says so; the others are predicted.
+Figures of trials are measured, or simulated if the question is; all others are predicted.
 """
 
 from bisect import bisect_right, insort
@@ -49,7 +49,7 @@ Judgement = Literal["inside", "below", "above", "ran out, as the upper end allow
 
 
 class TrialReport(Record, frozen=True, kw_only=True):
-    """One launch of one trial. Peaks are those of the fullest rank."""
+    """One launch of one trial. Peaks are of the fullest rank."""
 
     number: int
     """Number from 1, by order of start."""
@@ -93,12 +93,12 @@ class TrialReport(Record, frozen=True, kw_only=True):
 
     @property
     def lacks_headroom(self) -> bool:
-        """True if the trial fit with less headroom than was asked for."""
+        """True if the trial fit, but left less than the requested headroom."""
         return self.outcome is not None and self.outcome.is_fit and not self.counts_as_fit
 
     @property
     def outcome_in_words(self) -> str:
-        """The outcome in words, with the reason if a fit does not count."""
+        """The outcome in words; for a fit that does not count, with the reason."""
         return f"{OUTCOMES[self.outcome]}{', too little headroom' if self.lacks_headroom else ''}"
 
 
@@ -149,7 +149,7 @@ class CellReport(Record, frozen=True, kw_only=True):
 
 
 class FailedTrial(Record, frozen=True, kw_only=True):
-    """A trial that did not fit, or proved nothing, with its own error."""
+    """A trial that did not fit, or proved nothing, with the error that ended it."""
 
     trial: int
     cell: str
@@ -178,7 +178,7 @@ class Beginning(Record, frozen=True, kw_only=True):
 
 
 class StudyReport(Record, frozen=True, kw_only=True):
-    """All that is known of a study."""
+    """Everything known about a study, as data for its page and its JSON."""
 
     schema_version: int = 1
     highwater_version: str = __version__
@@ -202,18 +202,18 @@ class StudyReport(Record, frozen=True, kw_only=True):
 
 
 def study_report(study: str | Path | Study) -> StudyReport:
-    """Collect all that is known of a study, finished or not.
+    """Collect everything known about a study, finished or not.
 
-    ``study`` is a file that ``find`` wrote, or what ``open_study`` returned. Each trial is
-    predicted again by formula, in milliseconds. Logs are searched where they were written and
-    beside the study; their last lines are taken. Nothing is run. Raises StudyError for a file that
-    is no study, or is damaged.
+    ``study`` is a file that ``find`` wrote, or the result of ``open_study``. Each trial is
+    predicted again by formula, in milliseconds. Logs are looked up at their recorded paths and
+    beside the study, for their last lines. No trial is run. Raises StudyError for a file that is no
+    study, or is damaged.
     """
     return assembled(study if isinstance(study, Study) else read_study(Path(study)), _log_of)
 
 
 def assembled(study: Study, log_of: Callable[[Study, TrialResult], LogEnd]) -> StudyReport:
-    """Make the report of a study that was read; ``log_of`` finds the end of a trial's log."""
+    """Make the report of a loaded study; ``log_of`` finds the end of a trial's log."""
     predictions, beginning = predictions_of(study), _beginning(study)
     logs = {
         number: log_of(study, trial.result)
@@ -259,7 +259,7 @@ def _log_of(study: Study, result: TrialResult) -> LogEnd:
 
 
 def _beginning(study: Study) -> Beginning | None:
-    """Prediction that ordered the search, as recorded or by its file; None: the formula's."""
+    """Prediction that ordered the search, as recorded or read from its file; None: the formula."""
     recorded = [each for each in study.expectations if each.prediction != "formula"]
     device = study.question.device
     if recorded:
@@ -286,7 +286,7 @@ def _beginning(study: Study) -> Beginning | None:
 
 
 def _without_secrets(value: object) -> object:
-    """A study's values without what looks like a secret; names of trials are too short for one."""
+    """Copy a study's values without secrets; names of trials are too short to be any."""
     match value:
         case str():
             return without_secrets(value)

@@ -1,8 +1,8 @@
 """A table as a value, and how it is drawn: plain, as Markdown, or within the width of a terminal,
-where no figure is cut and no column is lost. A page draws the same value by its template.
+where no figure is cut and no column is lost. HTML pages draw the same value by templates.
 
 If a table is too wide for a terminal, values that all rows share are moved to a line above it. Then
-it takes the form with the fewest lines: *wrapped*, all columns side by side, with names and
+the form with the fewest lines is chosen: *wrapped*, all columns side by side, with names and
 sentences broken at blanks; *blocks*, the columns that have room side by side and the others below
 each row as ``name: value``, aligned over all rows; or *groups*, if one name stands for several
 rows: that name on a line of its own, and its rows below. Tables in Markdown fold alike, and fenced
@@ -194,7 +194,7 @@ class _DrawnColumn:
     """True for the first column, which names the rows."""
 
     def lines(self, cell: str, width: int) -> list[str]:
-        """Fold a cell; further lines of a name are indented, so that rows are told apart."""
+        """Fold a cell's text; further lines of a name are indented, to tell rows apart."""
         return hanging(cell, width) if self.is_name else folded(cell, width)
 
 
@@ -212,7 +212,7 @@ def _columns(table: TextTable) -> list[_DrawnColumn]:
 
 
 def _are_figures(cells: Sequence[str]) -> bool:
-    """True if a column holds figures, ranges of them, and single words in place of figures."""
+    """True if a column holds figures, or ranges of figures, and single words in place of some."""
     are_figures = [bool(_FIGURE.match(cell)) for cell in cells]
     return any(are_figures) and all(
         is_figure or " " not in cell for cell, is_figure in zip(cells, are_figures, strict=True)
@@ -220,7 +220,7 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 def _drawn(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
-    """Draw in the form with the fewest lines; broken names count as somewhat more lines."""
+    """Draw in the form with the fewest lines; folded names count as extra lines."""
     whole = [_whole_width(column) for column in columns]
     for gap in _GAPS:
         if sum(whole) + len(gap) * (len(whole) - 1) <= width:
@@ -269,7 +269,7 @@ def _narrowest_by_height(column: _DrawnColumn) -> list[int]:
 
 
 def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
-    """Move columns that all rows share into a line: ``in every row: GPUs 4; by predicted``."""
+    """Move columns equal in all rows into a line: ``in every row: GPUs 4; by predicted``."""
     cells = list(zip(*table.rows, strict=True))
     shared = [index for index in range(1, len(cells)) if len(set(cells[index])) == 1]
     if not shared or len(table.rows) <= 1:
@@ -293,8 +293,8 @@ def _only(table: TextTable, kept: Sequence[int]) -> TextTable:
 def _wrapped_widths(
     columns: Sequence[_DrawnColumn], options: Sequence[Sequence[int]], width: int
 ) -> list[int] | None:
-    """Widths with which all columns fit side by side; None if there are none. Starting with whole
-    cells, the column is narrowed that adds the fewest lines for the width it saves.
+    """Column widths at which all columns fit side by side; None if there are none. Starting with
+    unfolded cells, the column that adds the fewest lines for the width it saves is narrowed.
     """
     widths = [each[0] for each in options]
     while (excess := _taken(widths) - width) > 0:
@@ -315,7 +315,7 @@ def _wrapped_widths(
 
 
 def _widened(columns: Sequence[_DrawnColumn], widths: list[int], width: int) -> list[int]:
-    """Give the remaining width to columns that then need fewer lines."""
+    """Give the remaining width to columns that need fewer lines with it."""
     for index, column in enumerate(columns):
         room = width - _taken(widths)
         wider = [*widths]
@@ -359,7 +359,7 @@ def _side_by_side(
 def _joined(
     cells: Sequence[Sequence[str]], widths: Sequence[int], are_left: Sequence[bool], gap: str = _GAP
 ) -> Iterator[str]:
-    """Yield the lines of cells side by side, each of which may have several."""
+    """Yield the lines of cells drawn side by side; a cell may have several lines."""
     for line in range(max(map(len, cells))):
         texts = [
             _aligned(cell[line] if line < len(cell) else "", width, is_left=is_left)
@@ -376,7 +376,7 @@ def _aligned(text: str, width: int, *, is_left: bool) -> str:
 
 
 def _blocks(columns: Sequence[_DrawnColumn], needed: Sequence[int], width: int) -> _Drawn:
-    """Draw the columns that fit beside the first as rows, and the others below each row."""
+    """Draw the columns that fit beside the first as rows, and the other columns below each row."""
     widths = {0: min(needed[0], width)}
     for index in range(1, len(columns)):
         if _taken((*widths.values(), needed[index])) <= width:
@@ -405,7 +405,7 @@ def _groups(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """A column that is drawn below the rows: widths of its name and value in their line."""
+    """A column drawn below the rows: the widths of its name and of its value."""
 
     column: _DrawnColumn
     name_width: int
@@ -471,7 +471,7 @@ def _pairs(pairs: Sequence[_Pair], row: int, width: int) -> Iterator[str]:
 
 
 def _names_and_values(table: TextTable, width: int) -> Iterator[str]:
-    """Yield a table without headings: names and values, which continue on lines below."""
+    """Yield the lines of a table without headings: names, and values that fold onto next lines."""
     names = max((cell_len(row[0]) for row in table.rows), default=0)
     for name, *values in table.rows:
         value = _GAP.join(values)
@@ -520,7 +520,7 @@ def _folded_line(line: str, width: int) -> list[str]:
 
 
 def _markdown_table(lines: list[str], width: int) -> list[str]:
-    """Fold a Markdown table that is wider than the terminal; others keep their lines."""
+    """Fold a Markdown table that is wider than the terminal; others stay as they are."""
     is_table = len(lines) > 2 and bool(_RULE.fullmatch(lines[1]))
     rows = [_markdown_cells(line) for line in lines] if is_table else []
     if not is_table or max(map(cell_len, lines)) <= width or len({len(row) for row in rows}) > 1:

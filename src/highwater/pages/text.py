@@ -1,4 +1,4 @@
-"""Plain text from untrusted text: logs, paths and model names are data for a terminal, too.
+"""Make untrusted text plain: logs, paths and model names may hold terminal escapes.
 
 Lines break at blanks, but neither before a unit nor inside a command in backticks.
 """
@@ -22,7 +22,7 @@ def plain(text: str) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """``text`` with the escapes of ``plain``; line ends stay."""
+    """Escape each line of ``text`` by ``plain``; line ends stay."""
     return "\n".join(plain(line) for line in text.split("\n"))
 
 
@@ -90,7 +90,7 @@ def hanging(text: str, width: int) -> list[str]:
 
 
 def _broken(word: str, width: int) -> list[str]:
-    """Break a word that is longer than a line into pieces."""
+    """Break a word that is longer than a line into parts."""
     parts: list[str] = []
     while cell_len(word) > width:
         longest = _fitting(word, width)
@@ -107,7 +107,7 @@ def _broken(word: str, width: int) -> list[str]:
 
 
 def _fitting(word: str, width: int) -> int:
-    """Number of leading characters of a word that fit into ``width``, at least one."""
+    """Number of leading characters of a word that fit ``width`` columns, at least one."""
     taken = 0
     for at, character in enumerate(word):
         taken += cell_len(character)

@@ -1,5 +1,5 @@
-"""Alternatives: what is predicted to train a length where nothing that was asked about does (more
-GPUs, a larger one, another technique); and what studies found of trainers that no formula knows.
+"""Alternatives: changes predicted to train a length if nothing that was requested does (more GPUs,
+larger GPUs, another technique); and recommendations from studies of unpredicted trainers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ _Change = tuple[str, tuple[str, ...], tuple[str, ...], Goal]
 
 
 def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple[Alternative, ...]:
-    """Find one alternative of each kind, where there is one: its first change that fits."""
+    """Find one alternative of each kind, if it has any: its first change that fits."""
     found = (
         _first("technique", _rollouts(goal)),
         _first("more GPUs", _more_gpus(goal, rollout_gpus)),
@@ -75,8 +75,8 @@ def _first(kind: AlternativeKind, changes: Iterable[_Change]) -> Alternative | N
 
 
 def _more_gpus(goal: Goal, rollout_gpus: int) -> Iterator[_Change]:
-    """More GPUs of the same kind, the fewest first; if they need several machines, with copies of
-    the states within a machine where copies were named.
+    """More GPUs of the same kind, the fewest first; if they need several machines, and copies of
+    the states were named, with copies within a machine.
     """
     for where in _larger_clusters(goal):
         larger = replace(goal, where=where, memory_limit=with_usual_host(goal.memory_limit, where))
@@ -87,7 +87,7 @@ def _more_gpus(goal: Goal, rollout_gpus: int) -> Iterator[_Change]:
 
 
 def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
-    """More GPUs of the kind, the fewest first; if machines were named, multiples of them."""
+    """Clusters with more GPUs of the kind, fewest first; of named machines, multiples of them."""
     where = goal.where
     if where.machines > 1:
         for doubled in range(1, (MOST_GPUS_TRIED // where.gpus).bit_length()):
@@ -103,7 +103,7 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
 
 
 def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator[_Change]:
-    """As many GPUs of each larger kind, the smallest first; AMD's only if those asked about are."""
+    """As many GPUs of each larger kind, smallest first; AMD's only if the requested are AMD's."""
     has_trials = runs_trials(goal.where.device_name)
     kinds = [
         kind
@@ -131,7 +131,7 @@ def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator
 
 
 def _more_host_memory(goal: Goal) -> Alternative | None:
-    """The host memory with which the same GPUs train the length; None: it would not help."""
+    """The host memory with which the same GPUs train the length; None if no amount helps."""
     if goal.memory_limit.host_bytes is None:
         return None
     limit = goal.memory_limit.replace(host_bytes=None, usual_host=None)
@@ -144,7 +144,7 @@ def _more_host_memory(goal: Goal) -> Alternative | None:
 
 
 def _needed_technique(goal: Goal) -> Alternative:
-    """The largest term of the nearest cell, where no change of settings is predicted to fit."""
+    """The largest memory term of the nearest cell, if no change is predicted to fit."""
     question, _ = goal.question(goal.budgets[-1], length_tokens=goal.length_tokens)
     cells = predict_by_formula(question, goal.memory_limit, goal.trainer, goal.known(question))
     nearest = min(cells, key=lambda predicted: predicted.lacks_bytes or 0)
@@ -159,7 +159,7 @@ def _needed_technique(goal: Goal) -> Alternative:
 
 
 def _techniques(goal: Goal) -> Iterator[_Change]:
-    """Changes of settings to try, one after another."""
+    """Yield changes of settings, in the order in which they are tried."""
     if goal.settings.get("copies", [1]) != [1]:  # typed, or in a user's file
         one = replace(goal, settings={**goal.settings, "copies": [1]})
         yield "one copy of the states, in shards", ("--copies", "1"), (), one
@@ -176,7 +176,7 @@ def _techniques(goal: Goal) -> Iterator[_Change]:
 
 
 def _rollouts(goal: Goal) -> Iterator[_Change]:
-    """Changes of vLLM's memory: GPUs that share its model, then more of each GPU, then less."""
+    """Changes of vLLM's memory: sharing its model among GPUs, then more of each GPU, then less."""
     asked = goal.memory_limit.rollout
     if asked is None:
         return
@@ -194,7 +194,7 @@ def _rollouts(goal: Goal) -> Iterator[_Change]:
 
 
 def _other_trainings(goal: Goal) -> Iterator[_Change]:
-    """Changes of what is learned: states in few bits, then adapters, then a base in few bits."""
+    """Yield changes of the training: low-bit optimizer states, adapters, a low-bit base model."""
     others: list[tuple[str, dict[str, object]]] = []
     if "lora" not in goal.settings:
         few_bits: dict[str, object] = {"optimizer": "adamw-8bit"}
@@ -217,7 +217,7 @@ def _other_trainings(goal: Goal) -> Iterator[_Change]:
 
 
 def _rings(goal: Goal) -> Iterator[_Change]:
-    """A change to the ring with which the simplest settings fit, beside the most Ulysses."""
+    """The smallest ring degree with which a length fits, beside the highest Ulysses degree."""
     shape, gpus = load_model(goal.model).shape, goal.where.gpus
     traits = TRAINERS[goal.trainer]
     if gpus == 1 or traits.refused(["ring"]) or traits.ring_objectives is not None:
@@ -236,7 +236,7 @@ def _rings(goal: Goal) -> Iterator[_Change]:
 
 
 def _gpu_flags(where: Cluster, rollout_gpus: int) -> tuple[str, ...]:
-    """Flags that name these GPUs, with those for rollout; empty if that cannot be asked."""
+    """Flags for these GPUs and those for rollout; empty if no command can name them."""
     every = where.replace(gpus=where.gpus + rollout_gpus)
     if where.may_shard_across and every.gpus > MOST_GPUS_OF_A_MACHINE:
         return ()
@@ -253,7 +253,7 @@ def tried_recommendation(
     studies: Sequence[Study],
     settings: Mapping[str, Any],
 ) -> Recommendation:
-    """Recommend the simplest settings in a foreign trainer's studies; UsageError without one."""
+    """Recommend the simplest settings in a foreign trainer's studies; UsageError if none."""
     others = [name for name in settings if name != "headroom"]
     if others:
         row, title = DECLARED[others[0]], trainer_title(trainer)

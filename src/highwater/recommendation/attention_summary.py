@@ -1,5 +1,5 @@
-"""Conclusions from a benchmark of attentions: longest lengths, the fit of memory, other GPUs, what
-sharing brings, what to use. Pure; ``pages/attention`` shows them.
+"""Conclusions from a benchmark of attentions: longest lengths, fitted memory, other GPUs, the gain
+of sharing sequences, advice. Pure functions; ``pages/attention`` shows the results.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ LengthPeak = tuple[int, int]
 
 
 class MemoryFit(Record, frozen=True, kw_only=True):
-    """Peak memory of a GPU as a polynomial of a sequence's length, which all GPUs hold together."""
+    """Peak memory of a GPU as a polynomial of the length of the sequence that all GPUs share."""
 
     overhead_bytes: float
     bytes_per_token: float
@@ -55,7 +55,7 @@ class MemoryFit(Record, frozen=True, kw_only=True):
         return line + self.bytes_per_pair * length_tokens**2
 
     def longest_within(self, free_bytes: float) -> int:
-        """Longest length whose peak is within so many bytes, rounded down; 0: none is."""
+        """Longest length whose peak is within ``free_bytes``, rounded down; 0: no length is."""
         longest = edge(None, _LONGEST_TOKENS, lambda tokens: self.peak_bytes(tokens) <= free_bytes)
         step = max(1, (1 << max(0, longest.bit_length() - 1)) // PARTS_OF_A_DOUBLING)
         return longest // step * step
@@ -76,12 +76,12 @@ class LongestLength(OfEntry, frozen=True, kw_only=True):
 
     @property
     def time_s(self) -> float:
-        """Seconds of a pass at that length; 0: there is none."""
+        """Seconds of a pass at that length; 0 if there is no such length."""
         return (self.row and self.row.time_s) or 0.0
 
 
 class MemoryEstimate(OfEntry, frozen=True, kw_only=True):
-    """The formula of an entry's memory."""
+    """The fitted memory polynomial of an entry."""
 
     fit: MemoryFit
     reserved_ratio: float
@@ -89,7 +89,7 @@ class MemoryEstimate(OfEntry, frozen=True, kw_only=True):
 
 
 class PredictedLongest(OfEntry, frozen=True, kw_only=True):
-    """The longest length that is predicted for another kind of GPU, by memory alone."""
+    """The longest length predicted for another kind of GPU, by memory only."""
 
     gpu: str
     memory_bytes: int
@@ -102,7 +102,7 @@ class PredictedLongest(OfEntry, frozen=True, kw_only=True):
 
 
 class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
-    """Speed and reach of several GPUs, compared with one."""
+    """Speed and longest length on several GPUs, compared with one GPU."""
 
     gpus: int
     length_tokens: int
@@ -118,7 +118,7 @@ class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
 
 
 class UseCase(Record, frozen=True, kw_only=True):
-    """A range of lengths, and the attentions that held all of it: on one GPU if any does."""
+    """A range of lengths, and the attentions that fit all of it: on one GPU if any does."""
 
     from_tokens: int
     to_tokens: int | None
@@ -154,7 +154,7 @@ def attention_summary(bench: AttentionBench) -> AttentionSummary:
 
 
 def contestants(longest: Sequence[LongestLength], direction: Direction) -> list[LongestLength]:
-    """The entries to choose from: neither the reference, nor DataParallel's copies."""
+    """The entries to recommend from: neither the reference, nor DataParallel."""
     return [
         each
         for each in longest
@@ -165,12 +165,12 @@ def contestants(longest: Sequence[LongestLength], direction: Direction) -> list[
 
 
 def entries(bench: AttentionBench) -> list[Entry]:
-    """The entries that were measured, in their order."""
+    """The measured pairs of implementation and mode, in order."""
     return list(dict.fromkeys(row.entry for row in bench.rows))
 
 
 def rows_of(bench: AttentionBench, entry: Entry, *, batches: bool = False) -> list[BenchRow]:
-    """The rows of one entry, by length; ``batches``: with those of several sequences on one GPU."""
+    """The rows of one entry, by length; ``batches``: also those of several sequences on a GPU."""
     rows = [
         row
         for row in bench.rows
@@ -227,7 +227,7 @@ def _estimates(bench: AttentionBench) -> Iterator[MemoryEstimate]:
 def _predicted(
     bench: AttentionBench, estimates: Sequence[MemoryEstimate]
 ) -> Iterator[PredictedLongest]:
-    """Longest lengths on other GPUs, less the context that was read here, or on other GPUs."""
+    """Longest lengths on other GPUs, less the CUDA context measured here, or else on H200s."""
     is_gpu = bench.order.device == "cuda"
     outside = bench.machine.outside_bytes if is_gpu else CONTEXT_BYTES["cuda"]
     for kind in gpu_catalog():
@@ -271,7 +271,7 @@ def _efficiencies(
 
 
 def _use_cases(bench: AttentionBench, longest: Sequence[LongestLength]) -> Iterator[UseCase]:
-    """Use cases of training where that was measured, else of the forward pass."""
+    """Use cases of training if that was measured, else of the forward pass."""
     direction = bench.order.directions[-1]
     for start, end in _USE_CASES:
         every, least = contestants(longest, direction), end or start + 1
@@ -289,7 +289,7 @@ def _use_cases(bench: AttentionBench, longest: Sequence[LongestLength]) -> Itera
 
 
 def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | None:
-    """The fastest at the longest length that all have measured, on one GPU if any."""
+    """The fastest entry at the longest length that all have measured, on one GPU if any."""
     alone = [each for each in found if each.mode == "single"] or found
     if not alone:
         return None
@@ -301,7 +301,7 @@ def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | Non
 
 
 def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
-    """The formula of peaks, no term below 0, by relative errors; None below three lengths."""
+    """The polynomial fitted to peaks, with no negative term; None below three lengths."""
     if len({length for length, _ in peaks}) < LEAST_LENGTHS:
         return None
     longest = max(length for length, _ in peaks)
@@ -315,7 +315,7 @@ def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
 
 
 def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[LengthPeak]) -> MemoryFit | None:
-    """The formula with the least error and no factor below 0, of these powers of the length."""
+    """The polynomial of these powers with the least error and no negative coefficient, or None."""
     fits: dict[float, MemoryFit] = {}
     for powers in candidates:
         factors = _factors(powers, peaks)
@@ -335,7 +335,7 @@ def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[LengthPeak]) ->
 
 
 def _factors(powers: tuple[int, ...], peaks: Sequence[LengthPeak]) -> list[float] | None:
-    """Factors of powers 0 to 2, by least squares of relative errors; None: they are not unique."""
+    """Coefficients of powers 0 to 2, by least squares of relative errors; None: not unique."""
     rows = [[length**power / size for power in powers] for length, size in peaks]
     each = range(len(powers))
     normal: list[list[float]] = [

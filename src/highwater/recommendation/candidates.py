@@ -1,5 +1,5 @@
 """Candidates: every cell at one length, with the default token budget and a lowered one, the
-simplest first; and the queries that ``recommend`` can be asked about a study or a capacity.
+simplest first; and the queries that ``recommend`` accepts for a study, a prediction or a capacity.
 """
 
 import shlex
@@ -37,8 +37,8 @@ def trainer_question(
     length_tokens: int | None,
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:
-    """The question and notes of ``predicted_question``, less cells that the trainer's configuration
-    has no words for, which notes name. Raises UsageError, as a trial does, if none is left.
+    """The question and notes of ``predicted_question``, without cells that the trainer's
+    configuration cannot express, which notes name. Raises UsageError if no cell is left.
     """
     question, said = predicted_question(model, where, trainer, length_tokens, settings)
     refuse = MEMORY[trainer].refuse
@@ -84,7 +84,7 @@ class Goal:
 
     @property
     def sequences(self) -> int:
-        """Sequences that the default token budget holds, as many as a prediction takes."""
+        """Sequences in the default token budget, as in a prediction."""
         named = {**MEMORY[self.trainer].fixed_fields(self.settings), **self.settings}
         least = 1 if "token_budget" in named else self._together
         return int(named.get("sequences_per_micro_batch", least))
@@ -97,14 +97,14 @@ class Goal:
 
     @property
     def _together(self) -> int:
-        """Documents that the objective keeps together."""
+        """Documents that the objective must keep in one micro-batch."""
         traits = TRAITS.get(self.settings.get("objective", "sft"))  # others are refused later
         return 1 if traits is None else traits.documents_together
 
     def question(
         self, sequences: int, *, length_tokens: int | None
     ) -> tuple[Question, tuple[str, ...]]:
-        """Every rung and degree, with a token budget for ``sequences``; and the plan's notes."""
+        """The question of every rung and degree with a budget for ``sequences``; and notes."""
         key = sequences, length_tokens
         if key not in self._questions:
             settings = {**self.settings, "sequences_per_micro_batch": sequences}
@@ -113,12 +113,12 @@ class Goal:
         return self._questions[key]
 
     def known(self, question: Question) -> Calibration | None:
-        """The calibration from which intervals of predictions are learned, if any."""
+        """The calibration of intervals for a question; None if there is none."""
         return calibration_of(question, self.trainer)
 
 
 def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
-    """The GPUs less those for rollout; raises UsageError where none is left."""
+    """The GPUs without those for rollout; raises UsageError if none is left."""
     if rollout_gpus < 0:
         raise UsageError(f"{rollout_gpus} GPUs for rollout", hint="use `--rollout-gpus 0` or more")
     if rollout_gpus and where.is_several_machines:
@@ -154,7 +154,7 @@ def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
 
 
 def first_fit(goal: Goal) -> Candidate | None:
-    """The simplest candidate that fits, else one that may; its longest length is not looked for."""
+    """The simplest candidate that fits, else one that may fit; without its longest length."""
     may_fit: Candidate | None = None
     every = [
         (order(cell, is_lowered=sequences < goal.sequences), question, known, cell)
@@ -174,7 +174,7 @@ def first_fit(goal: Goal) -> Candidate | None:
 
 
 def predicted_at(goal: Goal, cell: Cell, length_tokens: int | None) -> CellPrediction:
-    """Predict a cell, on the ladder or not, at a length; None: its longest on published grids."""
+    """Predict a cell, of the ladder or not, at a length; None: at its longest published length."""
     sequences = cell.settings.sequences_per_micro_batch
     question, _ = goal.question(sequences, length_tokens=length_tokens)
     question = question.replace(cells=(cell,))
@@ -193,7 +193,7 @@ def unknown_candidate(
     source: Literal["measured", "predicted"] = "predicted",
     found_in: str = "",
 ) -> Candidate:
-    """A candidate for which it is not known yet whether it fits."""
+    """A candidate of which it is unknown whether it fits."""
     return Candidate(
         cell=cell,
         is_lowered=False,
@@ -214,7 +214,7 @@ _longest = lru_cache(maxsize=64)(partial(predict_by_formula, asked="longest"))
 def candidate_of(
     goal: Goal, predicted: CellPrediction, longest: CellPrediction | None = None
 ) -> Candidate:
-    """A predicted cell as a candidate; without ``longest`` it trains this length or more."""
+    """A predicted cell as a candidate; without ``longest`` its longest length is not known."""
     fits = predicted.capacity_tokens > 0
     host_bytes, step = predicted.footprint.host_bytes, predicted.step
     rollout = predicted.footprint.rollout
@@ -258,8 +258,8 @@ def candidate_of(
 def recommendation_of(
     goal: Goal, question: Question, candidates: tuple[Candidate, ...], **told: Any
 ) -> Recommendation:
-    """The document of a goal's candidates, of which the first that fits is chosen. ``told``: its
-    other fields, such as ``accuracy``.
+    """The recommendation for a goal: its candidates, of which the first that fits is chosen.
+    ``told``: other fields of the recommendation, such as ``accuracy``.
     """
     rope, limit = question.cells[0].settings.rope, goal.memory_limit
     chosen = next((candidate for candidate in candidates if candidate.fits), None)
@@ -334,7 +334,7 @@ _NOT_ASKED = tuple(
 
 
 def query_of_study(study: Study) -> Query | None:
-    """The query about a study's model and GPUs; None: ``recommend`` cannot be asked it."""
+    """The query for a study's model and GPUs; None if ``recommend`` cannot express it."""
     question, kind = study.question, kind_of(study.question.device_name)
     if question.foreign is not None:
         return None
@@ -354,8 +354,8 @@ def query_of_study(study: Study) -> Query | None:
 
 
 def query_of_prediction(prediction: Prediction, model: str | None = None) -> Query | None:
-    """The query about a prediction's model and GPUs; None: ``recommend`` cannot be asked it, as
-    about a prediction by trace. ``model`` is what somebody called the model.
+    """The query for a prediction's model and GPUs; None if ``recommend`` cannot express it, as for
+    a prediction by trace. ``model`` is the user's name of the model.
     """
     kind = kind_of(prediction.device_name)
     words = _model_words((model or prediction.model_name,), prediction.config_digest)
@@ -384,7 +384,7 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
 
 
 def query_of_table(capacity: Capacity) -> Query | None:
-    """The query about a published capacity's model and GPUs, predicted by formula; or None."""
+    """The query for a published capacity's model and GPUs; None if it is not predicted."""
     kind = kind_of(capacity.device_name)
     trainer = predicted_trainer(capacity.trainer)
     if kind is None or trainer is None:
@@ -393,7 +393,7 @@ def query_of_table(capacity: Capacity) -> Query | None:
 
 
 def _model_words(names: Sequence[str], config_digest: str | None) -> str | None:
-    """The first of the names that stands for the model with this digest; None: none does."""
+    """The first of the names that loads the model with this digest; None: no name does."""
     for name in names:
         with suppress(ModelError):
             if config_digest in (None, load_model(name).config_digest):
@@ -402,7 +402,7 @@ def _model_words(names: Sequence[str], config_digest: str | None) -> str | None:
 
 
 def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...] | None:
-    """Settings that all cells share and that are no default; None: some cannot be asked for."""
+    """Non-default settings that all cells share; None if ``recommend`` has no name for some."""
     if any(not cell.settings.named.isdisjoint(_NOT_ASKED) for cell in cells):
         return None
     found: list[tuple[str, str | int | bool]] = []

@@ -1,10 +1,10 @@
-"""Planner: the fastest plan that trains a length, or the one that takes the least of each GPU, by
-formula. Plans are what a search would try, each with layers recomputed, attention or, for speed,
-everything kept, some of the last layers' activations on the GPU, and attention in head groups.
+"""Planner: find the fastest plan that trains a length, or the plan with the lowest memory per GPU,
+by formula. Plans are a search's cells, each with recomputed layers, recomputed attention or, for
+speed, no recomputation, some of the last layers' activations on the GPU, and head groups.
 
-Two monotone facts spare most of the plans (tests/unit/test_recommendation.py compares with all).
-Each layer more whose activations stay on the GPU takes more of it, less host memory, and no more
-time; each further head group takes more time, and no more memory.
+Two monotone facts rule out most plans (tests/unit/test_recommendation.py compares with all). Each
+further layer with activations on the GPU takes more GPU memory, less host memory, and no more time;
+each further head group takes more time, and no more memory.
 """
 
 from bisect import bisect_left
@@ -74,12 +74,12 @@ class _PlannedCell(NamedTuple):
 
     @property
     def token_s(self) -> float:
-        """Seconds per token; 0: the speed of such GPUs is unknown."""
+        """Seconds per token; 0 if the speed of such GPUs is unknown."""
         step = self.predicted.step
         return 0.0 if step is None else 1 / step.tokens_per_s
 
     def key(self, aim: Aim) -> tuple[Any, ...]:
-        """Sort key of plans of one kind: those that fit first; of the others the roomiest first."""
+        """Sort key of plans of one kind: those that fit, then by headroom, largest first."""
         if not self.fits:
             return (1, -self.predicted.headroom_bytes)
         return (0, *_place(aim, self))
@@ -91,7 +91,7 @@ class _PlannedCell(NamedTuple):
 
 
 def _place(aim: Aim, plan: _PlannedCell) -> tuple[Any, ...]:
-    """Sort key by the aim, then by the other of time and memory, then the simplest."""
+    """Sort key by the aim (time or memory), then by the other of the two, then simplest first."""
     aims = [round(plan.token_s, 9), plan.predicted.device_used_bytes]
     simplest = order(plan.cell, is_lowered=plan.is_lowered)
     if aim == "fastest":  # memory that is left over is worth nothing
@@ -106,7 +106,7 @@ class _PlanSearch(NamedTuple):
     question: Question
 
     def variants(self, cell: Cell, aim: Aim) -> Iterator[Cell]:
-        """The cell with its own and with every other recomputation, unless one was named."""
+        """Yield the cell, and the cell with every other recomputation unless the user named one."""
         yield cell
         if "recompute" not in self.goal.settings:
             for recompute in _RECOMPUTED[aim]:
@@ -135,7 +135,7 @@ class _PlanSearch(NamedTuple):
 
     def _placed(self, cell: Cell, aim: Aim) -> _PlannedCell:
         """The plan with the best number of last layers on the GPU: the fewest that host memory
-        allows, or, for the fastest, as many more as save time and fit.
+        allows or, if the aim is ``fastest``, as many more as save time and fit.
         """
         fewest = self._predicted(cell)
         if cell.settings.activations == "gpu" or "layers_on_gpu" in self.goal.settings:

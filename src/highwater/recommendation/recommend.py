@@ -1,6 +1,6 @@
 """Recommendation: the simplest settings that train a length on some GPUs.
 
-What a study measured is taken as measured; the rest is predicted by formula.
+Cells that a study measured are taken as measured; all others are predicted by formula.
 
 ```python
 import highwater
@@ -26,7 +26,6 @@ from highwater.model.model import load_model
 from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.objective import RolloutRequest
-from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.recommendation import Aim, Alternative, Candidate, FileChange, Recommendation
 from highwater.nouns.request import request_from
@@ -66,16 +65,17 @@ def recommend(
     """Recommend the simplest settings that train ``length`` on ``gpus``; by ``aim`` the fastest, or
     those that take the least memory of a GPU.
 
-    The answer also says why simpler settings do not, and what others would bring. ``rollout_gpus``
-    of the GPUs are set aside: the others are the trainer's, and every count is of these.
-    ``studies`` are files that ``highwater find`` wrote: where one tells of a cell, of this model on
-    as many GPUs of this kind, that is taken and labelled measured. The other cells are predicted by
-    formula, and fit where the upper end of the interval does. With a ``trainer`` that is only tried
-    nothing is predicted: its studies alone answer.
+    The answer also says why simpler settings do not fit, and what other settings would gain.
+    ``rollout_gpus`` of the GPUs are for the rollout; all counts in the answer are of the other
+    GPUs. ``studies`` are files that ``highwater find`` wrote: results for a cell, with this model
+    on as many GPUs of this kind, are used and labelled measured. Other cells are predicted by
+    formula, and fit if the upper end of the interval fits. A ``trainer`` that can only be tried is
+    not predicted: the answer comes from its studies alone.
 
-    The other arguments, and ``settings``, are those of ``predict``. A ``trainer_config`` says the
-    length where it is None, and all but what saves memory, of which a note says what to write into
-    it. Nothing is run. Raises HighwaterError for what cannot be asked.
+    The other arguments, and ``settings``, are those of ``predict``. ``trainer_config`` is the
+    user's file, which sets the length if that is None, and all settings but those that save memory,
+    for which a note says what to write into it. No trial is run. Raises HighwaterError for invalid
+    settings.
     """
     known = predicted_trainer(trainer)
     if aim != "simplest" and (studies or known is None):
@@ -128,9 +128,9 @@ def recommend(
 def _with_fewest_changes(
     found: Recommendation, goal: Goal, own_file: Path, settings: Mapping[str, Any]
 ) -> Recommendation:
-    """Return the recommendation for a user's file of these ``settings``: as it is written, if that
-    fits in any environment; else with the fewest changes. From the one that frees the least on,
-    each change that the length fits without is left out.
+    """Return the recommendation for a user's file with these ``settings``: as it is, if that fits
+    in some environment; else with the fewest changes. Starting with the change that frees the
+    least, each change is dropped if the length fits without it.
     """
     from highwater.trainers.user_file import FILE_WORDS, SAVING, changes
 
@@ -178,8 +178,8 @@ def what_would_fit(
     rollout_gpus: int = 0,
     **settings: Any,
 ) -> tuple[Alternative, ...]:
-    """Find what is predicted to train ``length_tokens`` where nothing that was asked about does:
-    more GPUs, a larger one, another technique. The arguments are those of ``recommend``.
+    """Find changes that are predicted to train ``length_tokens`` if the requested settings do not:
+    more GPUs, larger GPUs, another technique. The arguments are those of ``recommend``.
     """
     _check(trainer, (), settings)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
@@ -198,9 +198,8 @@ def goal_of(
     settings: Mapping[str, Any],
     rollout_gpus: int,
 ) -> Goal:
-    """The goal of a recommendation; raises HighwaterError for settings that cannot be."""
-    refuse_unknown_family(found := load_model(model))
-    refuse_other_class(found, trainer)
+    """The goal of a recommendation; raises HighwaterError for invalid settings."""
+    refuse_unknown_family(load_model(model))
     typed = request_from({"model": model, **settings}, keywords=True)
     goal = Goal(
         model=model,
@@ -221,7 +220,7 @@ def goal_of(
 def _recommended(
     goal: Goal, studies: Sequence[Study], aim: Aim, *, rollout_gpus: int, reserved_bytes: int
 ) -> Recommendation:
-    """Choose the best candidate that fits, and list the others."""
+    """Recommend the best candidate that fits, with all others listed."""
     limit = goal.memory_limit
     question, notes = goal.question(goal.sequences, length_tokens=goal.length_tokens)
     known, replayed = goal.known(question), replayed_cells(question, goal.trainer, limit)
@@ -248,7 +247,7 @@ def _recommended(
 def _with_one_that_may_fit(
     candidates: tuple[Candidate, ...], goal: Goal, question: Question
 ) -> tuple[Candidate, ...]:
-    """The candidates, with the roomiest that may fit taken as one, if no more headroom is asked."""
+    """Candidates; the roomiest that may fit counts as fitting, unless more headroom is asked."""
     may_fit = [each for each in candidates if each.source == "predicted" and each.risk is not None]
     if not may_fit or question.margin_bytes > default_headroom_bytes(goal.where.device_bytes):
         return candidates
@@ -276,7 +275,7 @@ def _check(
 def _with_trials(
     predicted: tuple[Candidate, ...], goal: Goal, question: Question, studies: Sequence[Study]
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-    """Take each candidate from the first study that tells of it; note each study without use."""
+    """Replace predicted candidates by the first study's results; note studies without any."""
     candidates, notes = list(predicted), list[str]()
     limit, asked_bytes = goal.memory_limit, parse_memory(str(goal.settings.get("headroom", 0)))
     for recorded in studies:
@@ -307,7 +306,7 @@ def _with_trials(
 def _measured_beside(
     candidates: Sequence[Candidate], goal: Goal, study: Study
 ) -> tuple[Candidate, ...]:
-    """Cells that a study of a watched trainer measured with settings that nobody asked about."""
+    """Cells that a study of a foreign trainer measured with settings outside the question."""
     if not TRAINERS[goal.trainer].is_watched or set(goal.settings) - {"headroom"}:
         return ()
     known = {each.cell for each in candidates}
@@ -326,8 +325,8 @@ def drafted(
     rollout_gpus: int,
     **settings: Any,
 ) -> Recommendation:
-    """Every candidate that ``recommend`` would predict with its default budget, the simplest first,
-    with no headroom and none chosen. Raises what ``recommend`` does.
+    """All candidates that ``recommend`` would predict with its default budget, the simplest first,
+    without headroom, and none chosen. Raises the errors of ``recommend``.
     """
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     tokens = parse_tokens(str(length))

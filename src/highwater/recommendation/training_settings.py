@@ -1,5 +1,5 @@
-"""Training settings: the cell that a training takes, from the settings that are named, a study's
-answer, or what is recommended; whether it fits, and what a user should know before it starts.
+"""Training settings: choose the cell of a training, from the named settings, a study's answer, or a
+recommendation; whether it fits, and notes for the user before it starts.
 """
 
 import resource
@@ -48,7 +48,7 @@ _POOLS = 2
 
 
 class ChosenTrial(NamedTuple):
-    """The trial whose step is trained, and what a study or a prediction says of it."""
+    """The trial whose step is trained, its prediction, and notes of a study or prediction."""
 
     spec: TrialSpec
     predicted: CellPrediction
@@ -58,9 +58,9 @@ class ChosenTrial(NamedTuple):
 
 
 def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> ChosenTrial:
-    """The trial of a training. Raises HighwaterError for what cannot be, and for what is predicted
-    not to fit, with the settings that would. On several machines each has the layout that is chosen
-    for one, and a copy of the states.
+    """The trial of a training. Raises HighwaterError for invalid settings, and if it is predicted
+    not to fit, with settings that would. On several machines each has the layout that is chosen for
+    one machine, and a copy of the states.
     """
     nodes, request = request.nodes, _on_one_machine(request)
     spec = plan_trial(request, machine, asked.length_tokens)
@@ -122,7 +122,7 @@ def _on_one_machine(request: Request) -> Request:
 
 
 def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, ...]:
-    """Names of settings that a request names: how, or with ``says_what`` what, is trained."""
+    """Names of settings in a request: on how the model is trained; ``says_what``: on what is."""
     usual = Request(model=request.model)
     rung = set(Settings.__struct_fields__)
     return tuple(
@@ -149,15 +149,15 @@ class _Training:
     spec: TrialSpec
 
     def of_each(self, nodes: int) -> "_Training":
-        """The training on each of so many machines."""
+        """The training on each of ``nodes`` machines."""
         if self.asked.rows is None or nodes == 1:
             return self
         rows = max(1, self.asked.rows // nodes)
         return replace(self, asked=self.asked.replace(rows=rows))
 
     def question(self, cell: Cell, *others: Cell) -> Question:
-        """The question of cells of one layout at the training's length; micro-batches are a rank's
-        rows, or where no rows are named a study's, or the usual ones.
+        """The question of cells of one layout at the training's length. Micro-batches are a rank's
+        rows or, if no rows are named, a study's or the usual number.
         """
         own = self.request.micro_batches if cell.settings.accumulates else 1
         if self.asked.rows is not None:
@@ -189,7 +189,7 @@ class _Training:
         return predict_by_formula(question, limit, OURS, calibration_of(question, OURS))[0]
 
     def rows_bytes(self, question: Question) -> int:
-        """Bytes of rows beside a trial's: on the CPU all rows of a step lie in its memory."""
+        """Bytes of a step's rows beyond a trial's: on the CPU all rows are in process memory."""
         (cell,) = question.cells
         if self.asked.rows is None or question.device != "cpu":
             return 0
@@ -199,7 +199,7 @@ class _Training:
         return _TOKEN_OF_A_ROW_BYTES * row_tokens * max(0, own - trial.micro_batches)
 
     def what_fits(self, lacks_bytes: int) -> str:
-        """Words on what to type where the named settings do not fit, lacking so many bytes."""
+        """Hint for named settings that lack ``lacks_bytes`` to fit: what to type instead."""
         is_gpu = self.spec.device == "cuda"
         try:
             cell = self.recommended()
@@ -209,7 +209,7 @@ class _Training:
         return f"use `--settings recommended`, which is {label}, and leave other settings out"
 
     def recommended(self) -> Cell:
-        """The simplest cell that is predicted to fit; raises MachineError if none is."""
+        """The simplest cell that is predicted to fit; raises MachineError if no cell is."""
         if self.spec.device == "cpu":
             return self.simplest_here()
         request, asked, gpus = self.request, self.asked, self.spec.layout.gpus
@@ -236,7 +236,7 @@ class _Training:
         )
 
     def simplest_here(self) -> Cell:
-        """The simplest rung that fits a process on the CPU."""
+        """The simplest rung that fits in the memory of a process on the CPU."""
         request, spec = self.request, self.spec
         usual = Request(model=request.model)
         every = request.replace(
@@ -260,7 +260,7 @@ class _Training:
         )
 
     def more_memory(self, lacks_bytes: int) -> str:
-        """Words on what to type where a process on the CPU lacks so many bytes."""
+        """Hint for a process on the CPU that lacks ``lacks_bytes``: what to type instead."""
         needed_bytes = (self.spec.memory_budget_bytes or 0) + lacks_bytes
         needed_mib = -(-(needed_bytes + self.room_bytes(needed_bytes)) // MIB)
         host_bytes = self.machine.host_memory_total_bytes
@@ -269,7 +269,7 @@ class _Training:
         return f"use {more}a smaller `--length`, or a smaller model"
 
     def room_bytes(self, predicted_bytes: int) -> int:
-        """Bytes that a CPU process may take past its prediction: errors, cores, threads' stacks."""
+        """Bytes that a CPU process may need beyond its prediction: errors, cores, thread stacks."""
         stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
         if stack_bytes == resource.RLIM_INFINITY:
             stack_bytes = _STACK_BYTES
@@ -362,7 +362,7 @@ def _cell_of(path: Path, training: _Training, nodes: int) -> tuple[Cell, Questio
 
 
 def _trains_what_is_named(measured: Settings, named: Settings, request: Request) -> bool:
-    """True if a study trained what is named; the objective always counts as named."""
+    """True if a study trained with the named settings; the objective always counts as named."""
     fields = {
         DECLARED[name].sets
         for name in named_settings(request, says_what=True)
@@ -396,8 +396,8 @@ def training_notes(
 
 
 def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
-    """A note on logits of this data that a study did not measure: its sequences began with a
-    prompt, of whose tokens the full loss makes none, and a text is trained from its beginning.
+    """A note on logits that a study did not measure: its sequences began with a prompt, for whose
+    tokens the full loss makes no logits, but this data is trained from the first token.
     """
     spec, predicted = chosen.spec, chosen.predicted
     if not spec.prompt_tokens:
@@ -423,14 +423,14 @@ def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
 
 
 def has_lost_base(trial: TrialSpec) -> bool:
-    """True if adapters alone are saved of random weights, which nobody can load."""
+    """True if only adapters of random base weights are saved: they can never be loaded."""
     settings = trial.settings
     is_adapter = settings.lora is not None and not settings.lora_merged
     return is_adapter and missing_files(Path(trial.model_directory)).weights
 
 
 def adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
-    """Notes on what is saved beside adapters, and what they need to be loaded."""
+    """Notes on what is saved with adapters, and on what is needed to load them."""
     settings = trial.settings
     if settings.lora is None or settings.lora_merged:
         return ()

@@ -45,7 +45,7 @@ OnCalibrate = Callable[[int, int], None]
 
 def own_constants(path: Path, where: Cluster) -> MachineConstants:
     """Read the constants that ``highwater doctor --measure --json`` printed on such GPUs. Raises
-    UsageError for constants of other GPUs, and for a file that is no such document.
+    UsageError for constants of other GPUs, and for a file of another kind.
     """
     hint = (
         "leave `--constants` out, or make the file where the GPUs are: `highwater doctor "
@@ -60,7 +60,7 @@ def own_constants(path: Path, where: Cluster) -> MachineConstants:
 
 
 def _obstacle(found: MeasuredConstants, where: Cluster) -> str | None:
-    """Why these readings say nothing about the GPUs ``where``; None where they do."""
+    """Reason why these measurements do not apply to the GPUs ``where``; None if they do."""
     names = {each.device_name for each in found.constants}
     asked = kind_of(where.device_name)
     if found.schema_version != MEASURED_SCHEMA_VERSION:
@@ -77,7 +77,7 @@ def _obstacle(found: MeasuredConstants, where: Cluster) -> str | None:
 
 
 def _is_whole(read: Constants) -> bool:
-    """True if readings have all that a prediction takes, and no sum below zero."""
+    """True if readings have all figures that a prediction needs, and no negative sum."""
     names = {reading.name for reading in read.readings}
     nccl = (*NCCL_GROUP, NCCL_ALL_TO_ALL) if read.gpus > 1 else ()
     needed = {"context", *CUBLAS_WORKSPACES, *nccl}
@@ -95,9 +95,9 @@ def own_residuals(
     on_calibrate: OnCalibrate | None,
     on_trace: Callable[[TrialSpec], None] | None,
 ) -> tuple[tuple[Residual, ...], tuple[str, ...]]:
-    """Residuals of the trials in these files, by trace only of the trials that tell the most; and
-    notes on what the trials are taken for. Raises HighwaterError, before anything is traced, for
-    studies that teach nothing here.
+    """Residuals of the trials in these files (by trace, of the most informative trials only); and
+    notes on assumptions about the trials. Raises HighwaterError, before any tracing, for studies
+    that do not apply here.
     """
     learn, notes = MEMORY[trainer].learn, dict[str, None]()
     assert learn is not None, "it is refused before"  # noqa: S101
@@ -112,7 +112,7 @@ def own_residuals(
 
 
 class _Traceable(NamedTuple):
-    """A study, the trials of it to trace, and a tracer for them."""
+    """A study, its trials that are to be traced, and a tracer for them."""
 
     study: Study
     trials: tuple[RecordedTrial, ...]

@@ -1,1 +1,1 @@
-"""Control plane: which length to try next, in which order, and when a cell is answered."""
+"""Control plane: which length to try next, in which order, and when a cell has its answer."""

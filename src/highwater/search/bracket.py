@@ -31,14 +31,14 @@ class Bracket:
 
     ``first`` is the index to try first: a hint for ``bisect``, the carried start for ``linear``,
     which scans upwards from there. ``least_packed`` is the index that takes the least memory. With
-    a token budget it may be above 1, and must fail too before the answer is that nothing fits.
+    a token budget it may be above 1, and must also fail before the answer is that nothing fits.
     ``tiled_from`` is an index that may fit though some below it do not, 0 for none: a bisection
     that comes from above tries it before those.
 
-    Outcomes may be told in any order, more than once, and for indices that were never asked for.
-    If they are not monotone, all are kept: ``fits`` is the longest index that fit, the search goes
-    on until the next index above it is decided too, and ``contradictions`` lists the outcomes that
-    speak against the answer.
+    ``tell`` accepts outcomes in any order, repeated, and of indices that ``ask`` never returned. If
+    they are not monotone, all are kept: ``fits`` is the longest index that fit, the search goes on
+    until the next index above it is decided too, and ``contradictions`` lists the outcomes that
+    contradict the answer.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Bracket:
         self._undecided: set[int] = set()
 
     def ask(self) -> int | None:
-        """Return the index to try next; None if the outcomes already make an answer."""
+        """Return the index to try next; None if the outcomes already prove an answer."""
         if self.end == self.fits + 1:
             return self._least_packed if self._is_least_packed_open and not self._fit else None
         if self._is_scanning:
@@ -82,7 +82,7 @@ class Bracket:
 
     @property
     def end(self) -> int:
-        """Lowest index above ``fits`` not worth a trial: failed, undecided, or off the grid."""
+        """Lowest index above ``fits`` that is not to be tried: failed, undecided, off the grid."""
         closed = (i for i in self._failed | self._undecided if i > self.fits)
         return min(closed, default=self._size + 1)
 
@@ -93,13 +93,13 @@ class Bracket:
 
     @property
     def is_proven(self) -> bool:
-        """True if neighbours were observed: ``fits`` fit, or is 0, and ``fits + 1`` did not."""
+        """True if the edge is proven: ``fits`` fit, or is 0, and ``fits + 1`` did not fit."""
         return self.does_not_fit == self.fits + 1
 
     def contradictions(
         self, packed_tokens: Callable[[int], int] = lambda index: index
     ) -> tuple[Contradiction, ...]:
-        """Pair each failed index with the nearest fit, from there on, that packs no less."""
+        """Pair each failed index with the nearest fit, from there on, with no fewer tokens."""
         return contradictions(self._fit, self._failed, packed_tokens)
 
     @property
@@ -116,9 +116,9 @@ class Bracket:
     def _is_scanning(self) -> bool:
         """True while a linear search still scans upwards from its start.
 
-        A start that did not fit is only a hint that was too long. The published scan ends there and
-        reports that nothing fits; here bisection goes on below it, because an answer is a pair of
-        neighbours that were both tried, in whatever order.
+        If the start does not fit, the published scan ends and reports that nothing fits; here the
+        start was only a hint that was too long, and bisection continues below it, because an answer
+        is a pair of neighbouring indices that were both tried, in any order.
         """
         if self._method == "bisect":
             return False
@@ -154,9 +154,9 @@ class Bracket:
     def _is_least_packed_above(self) -> bool:
         """True if the index with the least memory is untried and lies above one that failed.
 
-        That index is the most informative. If it fits, the answer is at least as long; if it does
-        not, probably nothing fits, and index 1 proves it. This happens when the carried start fit
-        with one sequence in the token budget, and the budget now packs two.
+        Its trial tells the most. If it fits, the answer is at least as long; if it does not,
+        probably nothing fits, and index 1 proves it. This happens when the carried start fit with
+        one sequence in the token budget, and the budget now packs two.
         """
         return (
             not self._fit

@@ -1,9 +1,9 @@
-"""Budget: which trials a search is about to run, how long they are expected to take, and whether
-the time left is enough for the next one.
+"""Budget: the trials that a search is about to run, their expected time, and whether the time left
+is enough for the next trial.
 
-A trial starts only if it is expected to end in time. A trial whose time nobody can predict starts
-while any time is left, is stopped when the budget ends, and runs again when the search is resumed.
-A full trial after a cell's edge leaves the later cells enough time to find their edges.
+A trial starts only if it is expected to end in time. A trial of unknown time starts while any time
+is left, is stopped when the budget ends, and runs again when the search is resumed. A full trial
+after a cell's edge leaves the later cells enough time to find their edges.
 """
 
 import time
@@ -43,7 +43,7 @@ class CellOutlook:
 
     @property
     def expected_s(self) -> float | None:
-        """Seconds that the whole cell is expected to take; None if nobody can predict it."""
+        """Seconds that the whole cell is expected to take; None if that cannot be predicted."""
         return None if self.edge_s is None else self.edge_s + (self.full_s or 0.0)
 
 
@@ -54,7 +54,7 @@ def outlook(question: Question, timeout_s: float | None = None) -> tuple[CellOut
 
 
 def time_notes(question: Question, timeout_s: float) -> tuple[str, ...]:
-    """Return a note on the first length that fits in memory but whose full trial would be late."""
+    """Return a note on the first length that fits, but whose full trial would time out."""
     for cell in question.cells if question.proof == "full" else ():
         in_full = full_trials(question, cell, timeout_s)
         length_tokens = question.grid.length(first_index(question, cell, []) or 1)
@@ -107,7 +107,7 @@ def _of_cell(question: Question, cell: Cell, limit_s: float | None) -> CellOutlo
 
 
 def _fits(question: Question, cell: Cell, length_tokens: int) -> bool:
-    """True if a length is predicted to fit, or if the memory or the formula is unknown."""
+    """True if a length is predicted to fit, or if that cannot be predicted."""
     if question.memory_bytes is None:
         return True
     predictor = predictor_of(question, cell, question.memory_bytes)
@@ -136,7 +136,7 @@ class Budget:
         same_timeout: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``timeout_s`` bounds a full trial; with ``same_timeout`` also a memory-only one."""
+        """``timeout_s`` limits a full trial; with ``same_timeout`` also a memory-only trial."""
         self._question = question
         self._runner = runner
         self._timeout_s = timeout_s
@@ -160,7 +160,7 @@ class Budget:
         return self._ends_at - self._clock()
 
     def allows(self, trial: NextTrial) -> bool:
-        """True if there is time for a trial that has no recorded result."""
+        """True if enough time is left for a trial that has no recorded result."""
         kept_s, needed_s = 0.0, trial_s(self._question, trial.spec) or 0.0
         if trial.after_edge:  # the cells after this one are to find their edges
             later = takewhile(lambda other: other != trial.cell, reversed(self.order))
@@ -183,7 +183,7 @@ class Budget:
         self._runner.close()
 
     def _limit_s(self, spec: TrialSpec) -> float:
-        """Seconds that a trial may take if the budget were unlimited."""
+        """Time limit of a trial in seconds if the budget were unlimited."""
         if self._same_timeout or not spec.is_memory_only:
             return self._timeout_s
         predicted_s = trial_s(self._question, spec)

@@ -1,5 +1,5 @@
-"""Outcomes of one cell: its trials' results, recorded or just run, as the bracket needs them; the
-answer that they prove; and the events of a search, for those who show and record them.
+"""Outcomes of one cell: results of its trials, recorded or new, as its bracket takes them; the
+answer that they prove; and the events of a search, for progress displays and journals.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class WantedTrial:
 
 
 def recorded_trials(question: Question, known: Past) -> list[WantedTrial]:
-    """Return the recorded trials that need no other launch: each told whether it fits or, if the
-    question has a time limit, ran out of at least that much time. Each trial is returned once.
+    """Return the recorded trials that are not launched again: those that tell whether the length
+    fits or, if the question has a time limit, timed out under at least that limit; each trial once.
     """
     ends: dict[WantedTrial, dict[int, Outcome]] = {}
     for trial in known.trials:
@@ -51,7 +51,7 @@ def _is_late(question: Question, outcomes: dict[int, Outcome]) -> bool:
 
 
 class CellOutcomes:
-    """Results of one cell's trials, and what they say for its bracket and its answer."""
+    """Results of one cell's trials, and the bracket and the answer that follow from them."""
 
     def __init__(self, question: Question, cell: Cell, bracket: Bracket) -> None:
         self._question = question
@@ -74,7 +74,7 @@ class CellOutcomes:
         """Index at which every attempt crashed; None if there is none."""
 
     def take_in(self, asked: WantedTrial, result: TrialResult) -> None:
-        """Add the last result of a trial to the bracket and to the answer."""
+        """Add the final result of a trial to the bracket and to the answer."""
         index, fits = asked.index, self._question.counts_as_fit(result)
         is_late = result.outcome is Outcome.TIMEOUT
         if result.outcome is Outcome.FIT and fits:
@@ -143,7 +143,7 @@ class CellOutcomes:
         )
 
     def _limit(self) -> tuple[Limit, str]:
-        """Return what kept the capacity from being longer, and the reason in one line."""
+        """Return the kind of limit on the capacity, and the reason in one line."""
         fits, end = self._bracket.fits, self._bracket.end
         if self.crashed is not None:
             crash = next(r for r in self._results_at(self.crashed) if r.outcome is Outcome.CRASHED)

@@ -2,10 +2,10 @@
 
 The order of trials depends only on the question and on the results: same results, same search.
 
-With the proof ``memory``, a length whose full trial was late or is expected to be gets a
-memory-only trial instead; once the edge is known, full trials go up to the longest length that
-ends in time. If nobody can predict a trial's time, a cell begins with a full trial of the
-shortest length. With the proof ``full``, late lengths are left out: the cell begins with the
+With the proof ``memory``, a length whose full trial timed out, or is expected to, gets a
+memory-only trial instead; once the edge is known, full trials go up to the longest length that ends
+in time. If a trial's time cannot be predicted, a cell begins with a full trial of the shortest
+length. With the proof ``full``, lengths that would time out are left out: the cell begins with the
 longest length that is expected to end in time, and the answer names time as its limit.
 
 All recorded results of a study are used before any new trial runs, except that first full trial,
@@ -30,7 +30,7 @@ _NEAR = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTrial:
-    """A trial that a search is about to start."""
+    """A trial that a search is about to launch."""
 
     cell: Cell
     spec: TrialSpec
@@ -45,7 +45,7 @@ MayStart = Callable[[NextTrial], bool]
 
 
 class CellSearch:
-    """Search of one cell: ``ask`` for the next trial, ``tell`` how it ended."""
+    """Search of one cell: ``ask`` returns the next trial, ``tell`` takes its result."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class CellSearch:
         *,
         begins_shortest: bool = False,
     ) -> None:
-        """``first``: index of the length to begin with, None for the shortest. ``known``: recorded
+        """``first``: grid index to begin with, None for the shortest length. ``known``: recorded
         trials of the cell. ``timeout_s``: seconds that a full trial may take, None for no limit.
         ``begins_shortest``: try the shortest length before ``first``.
         """
@@ -88,7 +88,7 @@ class CellSearch:
         self._attempt = 1
 
     def ask(self) -> NextTrial | None:
-        """Return the next launch, the same until ``tell``; None once answered or out of time."""
+        """Return the next launch, the same until ``tell``; None if answered or out of time."""
         if self._asked is None:
             asked = self._next_of_all()
             if asked is None:
@@ -97,7 +97,7 @@ class CellSearch:
         return self._as_launched(self._asked, attempt=self._attempt)
 
     def tell(self, result: TrialResult) -> None:
-        """Record how the launch ended; a trial that says nothing about memory runs again."""
+        """Record the result of the launch; a trial that proves nothing about memory is repeated."""
         asked = self._asked
         assert asked is not None, "nobody asked"  # noqa: S101
         self._outcomes.launches += 1
@@ -113,7 +113,7 @@ class CellSearch:
         self._asked = None
 
     def give_up(self) -> None:
-        """End this search: its trial did not get enough time."""
+        """End this search: there is not enough time for its trial."""
         self._asked = None
         self.has_no_time = True
 
@@ -156,7 +156,7 @@ class CellSearch:
         return replace(recorded, after_edge=asked is not None and asked.after_edge)
 
     def _as_recorded(self, asked: WantedTrial) -> WantedTrial | None:
-        """Return the recorded twin of a trial, or None; before the edge it may be memory-only."""
+        """Return the recorded equal of a trial, or None; before the edge it may be memory-only."""
         in_full = self._begins_in_full or asked.after_edge
         place = (asked.index, asked.repeat)
         same = (each for each in self._recorded if (each.index, each.repeat) == place)
@@ -178,8 +178,8 @@ class CellSearch:
 
     def _next_in_time(self) -> int | None:
         """Return the bracket's index, or the longest below it whose full trial should end in time.
-        If there is none, the next index above the fits is left out; but the first trial of a cell
-        always runs, at index 1 if need be, so that no answer is a forecast alone.
+        If there is none, the lowest index above the fits is left out; but the first trial of a cell
+        always runs, at index 1 if need be, so that no answer rests on a forecast alone.
         """
         index, full, length = self._bracket.ask(), self._full_trials, self._question.grid.length
         while index is not None and full is not None and not self._ends_in_time(index):
@@ -212,16 +212,16 @@ class CellSearch:
         return asked if self._may_start(self._as_launched(asked, attempt=1)) else None
 
     def _is_too_long(self, index: int) -> bool:
-        """True if the full trials so far say that one of this length would not end in time."""
+        """True if, by the full trials so far, a full trial of this length would time out."""
         full_trials, length_tokens = self._full_trials, self._question.grid.length(index)
         return full_trials is not None and full_trials.exceeds(length_tokens)
 
     def _takes_memory_only(self, index: int) -> bool:
-        """True if a memory-only trial replaces a full one that would be late."""
+        """True if a memory-only trial replaces a full one that would time out."""
         return self._by_memory and self._is_too_long(index)
 
     def _near_in_pieces(self, index: int) -> int:
-        """Return this index, or a near one whose tokens divide into equal pieces: faster."""
+        """Return ``index``, or a near one whose tokens divide into equal pieces: it is faster."""
         between = range(self._bracket.fits + 1, self._bracket.end)
         near = sorted(
             (each for each in between if abs(each - index) <= _NEAR),
@@ -234,7 +234,7 @@ class CellSearch:
         return index
 
     def _confirmations_left(self) -> list[tuple[int, int]]:
-        """Index and repeat of trials that confirm: both sides of the edge, then above it."""
+        """Index and repeat of the trials that confirm the answer: at the edge, then above it."""
         fits, times = self._bracket.fits, self._question.confirm
         edge = [fits] if fits else []
         above = range(0)

@@ -1,5 +1,5 @@
-"""Predicted study: what the memory formula says of each trial (an interval) and cell (a capacity).
-Also: return a study that already has every answer, on a machine without GPUs to search again.
+"""Predicted study: the formula's interval for each trial and capacity for each cell of a study.
+Also: return a complete study on a machine without GPUs, where no search can run.
 """
 
 import shlex
@@ -69,7 +69,7 @@ class Predictions(Record, frozen=True, kw_only=True):
 
 
 def predictions_of(study: Study) -> Predictions:
-    """Predict every trial and cell of a study by today's formula, or say why it cannot."""
+    """Predict every trial and cell of a study by today's formula, or give the reason why not."""
     question = study.question
     reason = obstacle(question)
     if reason is not None:
@@ -99,7 +99,7 @@ def predictions_of(study: Study) -> Predictions:
 
 
 def obstacle(question: Question) -> str | None:
-    """Say why the formula cannot be compared with a question's trials; None if it can."""
+    """Reason why the formula cannot be compared with a question's trials; None if it can."""
     if question.foreign is not None:
         title = question.foreign.title
         return f"{title} trained, and nobody tells what its allocator only keeps"
@@ -107,7 +107,7 @@ def obstacle(question: Question) -> str | None:
 
 
 def unlike_trials(question: Question) -> str | None:
-    """Say why no trainer's formula applies to a question's trials; None if one does."""
+    """Reason why no trainer's formula applies to a question's trials; None if one does."""
     if question.device != "cuda":
         return "trials ran on the CPU, and the formula is about GPUs"
     if question.data is not None:
@@ -176,20 +176,20 @@ def completed_study(request: Request) -> Study | None:
 
 
 def _study_in(path: Path) -> Study | None:
-    """Read the study in a regular file; None without a readable one: errors are told later."""
+    """Read the study in a regular file; None if that fails, as errors are reported later."""
     with suppress(StudyError, OSError):
         return read_study(path) if path.is_file() else None
     return None
 
 
 def cells_of_study(request: Request) -> tuple[Cell, ...]:
-    """The cells of the study that a request names; none where there is none."""
+    """The cells of the study that a request names; empty if it names none."""
     study = None if request.study is None else _study_in(Path(request.study))
     return () if study is None else study.question.cells
 
 
 def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
-    """Return the request with the prompt of the study it resumes unless it names one, and notes."""
+    """Return the request with the prompt of the study it resumes unless it names one; and notes."""
     if request.study is None or request.prompt_tokens is not None:
         return request, ()
     path = Path(request.study)
@@ -202,7 +202,7 @@ def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
 
 
 def _machine_of(question: Question) -> Machine:
-    """Return the study's machine as a plan needs it; its host memory is taken to be enough."""
+    """Return the study's machine for a plan; its host memory is assumed to suffice."""
     where = Cluster(
         gpus=max(cell.layout.gpus for cell in question.cells),
         device_name=question.device_name,

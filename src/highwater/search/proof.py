@@ -63,7 +63,7 @@ WORTH = 1.1
 
 
 def full_trials(question: Question, cell: Cell, timeout_s: float | None) -> "FullTrials | None":
-    """Return the predictor of a cell's full-trial times; None if nothing can predict them."""
+    """Return the predictor of full-trial times of a cell; None if no time can be predicted."""
     if timeout_s is None:
         return None
     found = FullTrials(question, cell, timeout_s)
@@ -71,7 +71,7 @@ def full_trials(question: Question, cell: Cell, timeout_s: float | None) -> "Ful
 
 
 class FullTrials:
-    """Full trials of one cell, and the expected time of further ones."""
+    """Full trials of one cell, and the predicted time of further full trials."""
 
     def __init__(self, question: Question, cell: Cell, timeout_s: float) -> None:
         """``timeout_s``: seconds that a trial may take, from launch to exit."""
@@ -106,7 +106,7 @@ class FullTrials:
         return expected_s is not None and expected_s > self._limit_s
 
     def why_not(self, length_tokens: int) -> str:
-        """Say why a full trial that would exceed the limit is not started."""
+        """Reason why a full trial that would exceed the time limit is not started."""
         takes_s, limit = self.expected_s(length_tokens), format_seconds(self._timeout_s)
         return f"{format_seconds(takes_s)} expected in full, and a trial may take {limit}"
 
@@ -126,7 +126,7 @@ class FullTrials:
 
     def next_index(self, fits: int, length: Callable[[int], int]) -> int | None:
         """Return the longest index up to ``fits`` whose full trial should end in time, below any
-        that ran out of memory; None if a trial there is not worth it.
+        that ran out of memory; None if that trial would prove too little.
         """
         if self._longest is None and not self.foresees:
             return None

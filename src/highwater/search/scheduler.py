@@ -1,6 +1,6 @@
 """Scheduler: search several cells at a time, and record every event in a journal.
 
-Each cell has at most one running trial; cells are searched side by side in their order, as many as
+Each cell has at most one running trial; cells are searched concurrently in their order, as many as
 the runner has room for. An event is yielded before and after every trial and after every cell, all
 in one thread, so that their record has one order. Every event is on disk before anything follows
 from it; resuming a search is asking it again.
@@ -55,7 +55,7 @@ class _InFlight:
     future: Future[TrialResult] = field(default_factory=Future[TrialResult])
 
     def hear(self, phase: str) -> None:
-        """Keep the trial's current phase; called from another thread."""
+        """Record the trial's current phase; called from another thread."""
         self.phase = phase
 
 
@@ -74,12 +74,13 @@ def search_cells(
 ) -> Iterator[SearchEvent]:
     """Answer every cell of ``question``, in its order or ``order``; the last answer comes last.
 
-    ``line_of`` is the memory line of the trainer that ``runner`` starts; ``expected`` is the
-    longest length in tokens that a cell is predicted to train, 0 for none, None if unknown. Both
-    only order the trials, they decide nothing. ``past`` returns what is recorded of a cell,
-    ``recorded`` the result of one launch, which is then not run. ``timeout_s`` is the longest time
-    of a full trial, if lengths that are predicted to take longer are to be left out. With
-    ``begins_shortest`` each cell begins with the shortest length, then jumps to the expected edge.
+    ``line_of`` is the memory line, bytes by tokens, of the trainer that ``runner`` starts;
+    ``expected`` is the longest length in tokens that a cell is predicted to train, 0 for none, None
+    if unknown. Both only order the trials; answers do not depend on them. ``past`` returns what is
+    recorded of a cell, ``recorded`` the result of one launch, which is then not run. ``timeout_s``
+    is the longest time of a full trial, if lengths that are predicted to take longer are to be left
+    out. With ``begins_shortest`` each cell begins with the shortest length, then jumps to the
+    expected edge.
 
     Raises BudgetSpentError at the end if ``may_start`` left a cell without its edge, or if one of
     its trials raised it. MachineError and other errors of a trial pass through once the trials that
@@ -93,7 +94,7 @@ def search_cells(
 
 @dataclass(slots=True, eq=False)
 class _Search:
-    """Search over the cells of a question: waiting, open and finished ones."""
+    """A search of several cells: those waiting, those being searched and those answered."""
 
     _question: Question
     _runner: Runner
@@ -130,7 +131,7 @@ class _Search:
             raise BudgetSpentError
 
     def _movable(self) -> CellSearch | None:
-        """Return the first open search that can go on now; None if there is none."""
+        """Return the first open search with a trial that can start now; None if there is none."""
         flying = {id(flight.search) for flight in self._in_flight}
         for search in self._open:
             if id(search) not in flying:
@@ -142,7 +143,7 @@ class _Search:
         return None
 
     def _move(self, search: CellSearch) -> Iterator[SearchEvent]:
-        """Close a finished search, or take its next trial: its recorded result, or a new start."""
+        """Advance a search: close it if finished, else record its next trial or start that."""
         asked = search.ask()
         if asked is None:
             self._open.remove(search)
@@ -171,7 +172,7 @@ class _Search:
         self._in_flight.append(flight)
 
     def _finish(self, ended: Sequence[_InFlight]) -> Iterator[TrialFinished]:
-        """Yield the trials that ended, then raise the error of one of them if there is any."""
+        """Yield the trials that ended, then raise the error of one of them, if any."""
         failure: BaseException | None = None
         for flight in ended:
             self._in_flight.remove(flight)
@@ -198,7 +199,7 @@ class _Search:
         return not self._is_carried(cell) and self._runner.has_room(shortest)
 
     def _is_carried(self, cell: Cell) -> bool:
-        """True if the published scan starts this cell from one that is still open."""
+        """True if the published scan takes this cell's start from a cell that has no answer yet."""
         if self._question.method != "linear":
             return False
         before = self._waiting[: self._waiting.index(cell)]
@@ -224,13 +225,13 @@ class _Search:
         yield CellAnswered(answer=known.answer)
 
     def _may_start(self, asked: NextTrial) -> bool:
-        """True if a launch has a recorded result, or there is time for it."""
+        """True if a launch has a recorded result, or enough time is left for it."""
         if self._recorded(asked) is not None:
             return True
         return not self._is_cut and self._has_time(asked)
 
     def _first_index(self, cell: Cell) -> int | None:
-        """Return the index at which a cell's search begins; None for the shortest length."""
+        """Return the grid index at which a cell's search begins; None: the shortest length."""
         question, expected_tokens = self._question, self._expected(cell)
         if question.method == "linear":
             return carried_start(question, cell, self._finished)
@@ -239,7 +240,7 @@ class _Search:
         return first_index(question, cell, self._finished, self._line_of)
 
     def _await(self) -> Iterator[TrialRuns]:
-        """Wait until a trial ends, or else yield what each running trial is doing."""
+        """Wait until a trial ends; on timeout yield the phase of each running trial instead."""
         assert self._in_flight, "a runner has room for a trial where none runs"  # noqa: S101
         futures = [flight.future for flight in self._in_flight]
         if wait(futures, timeout=TOLD_S, return_when=FIRST_COMPLETED).done:
@@ -249,7 +250,7 @@ class _Search:
             yield TrialRuns(cell=asked.cell, spec=asked.spec, phase=flight.phase)
 
     def _trials_left(self, started: CellSearch) -> int:
-        """About how many trials the question still takes, besides the running ones."""
+        """Estimated number of trials until all cells are answered, without the running ones."""
         flying = {id(flight.search) for flight in self._in_flight} | {id(started)}
         here = (
             max(0, search.trials_left - 1) if id(search) in flying else search.trials_left

@@ -1,11 +1,11 @@
 """Start lengths: choose the first length to try in a cell, from finished cells or from a prediction
-(in a file, or traced meanwhile). The choice orders trials and decides nothing.
+(in a file, or traced meanwhile). The choice orders trials; answers do not depend on it.
 
     memory = states + fixed + bytes_per_token x tokens per GPU
 
-States are known. The other two start from the trainer's line: its formula, or a line for scripts
-with Hugging Face's loss, or one for an unknown trainer. If a finished cell disagrees with the line,
-the line is moved just enough to meet the middle between what fit and what did not (successive
+States are known. The other two terms start from the trainer's memory line: by its formula, or for
+scripts with Hugging Face's loss, or for an unknown trainer. If a finished cell disagrees with the
+line, the line is moved just enough to meet the middle between what fit and what did not (successive
 projection, Agmon and Motzkin, 1954); cells of the same rung are applied last and so weigh most. The
 published A100 table takes 246 trials this way, of which 224 are inevitable.
 """
@@ -88,7 +88,7 @@ def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLin
 
 
 def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryLine:
-    """Memory line of scripts with Hugging Face's own loss: whole logits, recomputed layers."""
+    """Memory line of scripts with Hugging Face's own loss: full logits, recomputed layers."""
     shape = question.model.shape
     of_token = layer_input_bytes(shape) + _HF_LOGITS_BYTES * shape.vocab_size
     return MemoryLine(_FIXED_SHARE * usable_bytes, of_token)
@@ -146,7 +146,7 @@ def first_index(
 
 def carried_start(question: Question, cell: Cell, finished: Sequence[CellAnswer]) -> int | None:
     """Return the index where the published scan starts a cell: this rung's longest capacity on
-    fewer GPUs or at less SP; None without. Source: Trinity-RFT, search_context_length_capacity.py.
+    fewer GPUs or at less Ulysses; or None. Source: Trinity-RFT, search_context_length_capacity.py.
     """
     smaller = (answer.reach_tokens or 0 for answer in finished if precedes(answer.cell, cell))
     longest = max(smaller, default=0)
@@ -160,7 +160,7 @@ def _learned_line(
     usable_bytes: int,
     line_of: MemoryLineOf,
 ) -> MemoryLine:
-    """Return the line corrected by finished cells: those of equal token cost, then this rung's."""
+    """Return the memory line corrected by finished cells of equal token cost, then of this rung."""
     line = before = line_of(question, cell, usable_bytes)
     rung = [answer for answer in finished if answer.cell.settings == cell.settings]
     others = (each for each in finished if each not in rung and _are_kin(each.cell, cell))
@@ -175,7 +175,7 @@ def _learned_line(
 def _moved(
     line: MemoryLine, line_of: MemoryLine, taken_bytes: float, usable_bytes: int, answer: CellAnswer
 ) -> MemoryLine:
-    """Move the line to the middle between fit and failure, unless it passes between them."""
+    """Move the memory line to the middle between fit and failure, unless it passes between them."""
     fit_tokens = _tokens_per_gpu(answer.cell, answer.reach_tokens or 0)
     failed_tokens = None
     if answer.does_not_fit_tokens:
@@ -196,7 +196,7 @@ def _moved(
 
 
 def _are_kin(one: Cell, other: Cell) -> bool:
-    """True if a token costs about the same in both cells, wherever their states live."""
+    """True if a token takes as many bytes in both cells; where their states are does not matter."""
     mine, theirs = one.settings, other.settings
     return (mine.holds_logits, mine.recompute) == (theirs.holds_logits, theirs.recompute)
 
@@ -234,7 +234,7 @@ Expected = Callable[[Cell], int | None]
 
 @contextmanager
 def predicted_start(request: Request, question: Question) -> Generator[Expected]:
-    """Context manager: give the prediction that the request names; on leaving end its traces."""
+    """Context manager: return the prediction that the request names; its traces end with it."""
     if request.prediction == "formula":
         yield lambda _: None
     elif request.prediction == "trace":
@@ -291,7 +291,7 @@ def read_prediction(path: Path, question: Question) -> Prediction:
 def expectation(
     request: Request, question: Question, cell: Cell, told_tokens: int | None
 ) -> Expectation | None:
-    """Return the predicted length of a cell before its first trial, or None if there is none."""
+    """Return the predicted length of a cell before its first trial, or None if unpredicted."""
     if told_tokens is not None:
         return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
     if question.memory_bytes is None or unlike_trials(question) is not None:

@@ -1,5 +1,5 @@
-"""Tried settings: the cells that a search tries where nobody names any, which are the simplest and
-the longest of each number of GPUs by prediction (docs/decisions/003); and a dry run's memory law.
+"""Tried settings: the cells that a search tries if the user names none: for each number of GPUs
+those predicted simplest and longest (docs/decisions/003); and the memory law of a dry run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ _DEGREES = ("ulysses", "ring", "copies")
 
 
 def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -> Plan:
-    """The plan of a search: of the simplest and the longest settings that the request leaves open,
-    of each degree where it names several, with a note on the others; of the grid where it leaves
-    nothing open; or of the cells of a ``study``, if they are among those.
+    """Plan of a search: the simplest and the longest settings among those that the request leaves
+    open, for each Ulysses degree if it names several, and a note on the others; the whole grid if
+    it leaves none open; or the cells of a ``study``, if they are among those.
     """
     device = request.device or ("cuda" if machine.gpus else "cpu")
     open_to_it = (request.allocator, request.loss, request.offload, request.activations)
@@ -53,7 +53,7 @@ def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -
 
 
 def _predicted(request: Request, machine: Machine, gpus: int) -> Iterator[Prediction]:
-    """Predictions of all settings on so many of these GPUs, one for each degree that is named."""
+    """Predictions of all settings on ``gpus`` of these GPUs, one for each named degree."""
     where, limit = _memory(machine, gpus, request.memory_bytes, request.host_memory_bytes)
     usual = Request(model=request.model)
     every = {row.name: getattr(request, row.name) for row in taken_by("predict")}
@@ -74,7 +74,7 @@ def _predicted(request: Request, machine: Machine, gpus: int) -> Iterator[Predic
 def _memory(
     machine: Machine, gpus: int, memory_bytes: int | None, host_bytes: int | None
 ) -> tuple[Cluster, MemoryLimit]:
-    """So many GPUs of a machine, or of a dry run with a named memory; and the limit of each."""
+    """A cluster of ``gpus`` GPUs of a machine, or of a dry run's memory; and each GPU's limit."""
     here = machine.replace(gpus=machine.gpus[:gpus])
     named_bytes = None if machine.gpus else memory_bytes
     where = cluster(str(gpus), gpu_memory_bytes=named_bytes, machine=here)
@@ -83,7 +83,7 @@ def _memory(
 
 
 def _others(request: Request, left: Sequence[Cell]) -> Iterator[str]:
-    """A note on the settings that are predicted and not tried, and what tries more of them."""
+    """A note on how many predicted settings are not tried, and the flags that would try them."""
     if not left:
         return
     degrees = sorted({cell.layout.ulysses_degree for cell in left})
@@ -93,8 +93,8 @@ def _others(request: Request, left: Sequence[Cell]) -> Iterator[str]:
 
 
 def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> FormulaLaw:
-    """The memory law of a dry run: the prediction of trials on GPUs; the closed form of others.
-    ``is_roomy``: nobody named a headroom, so that the usual one is kept.
+    """The memory law of a dry run: the prediction for trials on GPUs, else the closed form.
+    ``is_roomy``: the user named no headroom, so that the default headroom is kept.
     """
     by_formula = FormulaLaw(shape=question.model.shape)
     if question.device != "cuda" or question.foreign is not None:

@@ -166,7 +166,7 @@ def _write_in(directory: Path) -> None:
 
 
 def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
-    """Return alternatives, each enough alone: a folder with room, or flags to save less here."""
+    """Return alternatives, each sufficient: a folder with room, or flags to save less here."""
     less = {
         "--save-hf never": needed._replace(hf_bytes=0),
         "--checkpoint none": needed._replace(sharded_bytes=0),
@@ -180,7 +180,7 @@ def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
 
 
 def _roomy(needed: CheckpointBytes, flag: str, name: str) -> list[str]:
-    """Return the flag for a folder with enough room, in a list; empty if there is none."""
+    """Return a flag for a folder with enough room, in a list; an empty list if there is none."""
     return [
         f"use `{flag} {shlex.quote(str(place / name))}`"
         for place in _writable_places()
@@ -193,7 +193,7 @@ def _make_room(directory: Path) -> str:
 
 
 def _with_spare(needed: CheckpointBytes) -> int:
-    """Bytes that must be free: counts are within 0.1 %, files have headers, logs need room too."""
+    """Bytes that must be free: ``needed``, 1 % more, and ``FREE_BYTES`` for logs and others."""
     return sum(needed) + sum(needed) // 100 + FREE_BYTES
 
 
@@ -236,11 +236,11 @@ class TrainingFolder:
 
     @property
     def another(self) -> str:
-        """Flag that names a folder beside this one."""
+        """Flag for another folder beside this one."""
         return f"`--output {shlex.quote(f'{self.path}-2')}`"
 
     def spec(self) -> TrainingSpec | None:
-        """Return the run's specification, None without one; UsageError if it is unreadable."""
+        """Return the run's specification; None if there is no run. UsageError if unreadable."""
         if not self._spec.exists():
             if self.statistics.exists() or self._checkpoints.exists():
                 raise UsageError(
@@ -256,7 +256,7 @@ class TrainingFolder:
             ) from error
 
     def refuse_another(self, before: TrainingSpec | None, spec: TrainingSpec) -> None:
-        """Raise UsageError if the run ``before`` could not go on exactly as this one."""
+        """Raise UsageError if the run ``before`` could not continue exactly as ``spec``."""
         changed = () if before is None else differences(before, spec)
         if changed:
             raise UsageError(
@@ -287,7 +287,7 @@ class TrainingFolder:
         return None
 
     def done_steps(self, resume_from: str | None) -> int:
-        """Return the steps of the checkpoint from which a run resumes; 0 without one."""
+        """Return the step of the checkpoint from which a run resumes; 0 if it starts anew."""
         if resume_from is not None:
             return checkpoint_step(resume_from) or 0
         state = self.last_state()

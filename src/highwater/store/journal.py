@@ -61,7 +61,7 @@ _NO_PART_OF_A_QUESTION = ("model.directory", "timeout_s")
 
 
 def another_question(path: Path, *, recorded: Question, asked: Question) -> StudyError:
-    """Return the error for a journal that has another question, naming what differs."""
+    """Return the error for a journal with a different question, naming the differences."""
     there, here = dict(_flat(recorded)), dict(_flat(asked))
     differing = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     names = [name for name in differing if name not in _NO_PART_OF_A_QUESTION]
@@ -121,10 +121,10 @@ class Journal:
         return Past(answer=answer, trials=trials)
 
     def _stands(self, trial: RecordedTrial) -> bool:
-        """True if a trial's result is used as it is. A result that does not tell whether memory
-        suffices, from a shorter time limit than now, is run again unless another attempt told. A
-        crash was retried often enough, and is run again only if asked for. A timeout counts if the
-        question has a time limit, or if its cell was decided (docs/decisions/026).
+        """True if a trial's result is final. A result that does not tell whether memory suffices,
+        from a shorter time limit than now, is run again unless another attempt told. A crash was
+        retried often enough, and is run again only on request. A timeout counts if the question has
+        a time limit, or if its cell was decided (docs/decisions/026).
         """
         if trial.result is None:
             return False
@@ -148,7 +148,7 @@ class Journal:
         return is_answered and all(self._stands(trial) for trial in crashed)
 
     def _is_settled(self, cell: Cell) -> bool:
-        """True if a cell was answered under a longer time limit, or the same one and no retry."""
+        """True if a cell was answered under a longer time limit, or an equal one without retry."""
         answer, within_s = self._record.answer(cell), self._record.answered_within_s(cell)
         now_s = self._record.question.timeout_s
         if answer is None or within_s is None or now_s is None or answer.limit == "inconclusive":
@@ -159,7 +159,7 @@ class Journal:
     def opened(
         self, command: Sequence[str], environment: Environment | None, timeout_s: float | None
     ) -> None:
-        """Record that this process writes from here on. Raises MachineError if the disk is full."""
+        """Record that this process writes from now on. Raises MachineError if the disk is full."""
         line = OpenedLine(
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -176,7 +176,7 @@ class Journal:
         return self._record.schema_version > 1 and not self._record.has_begun(cell)
 
     def cell_expected(self, expectation: Expectation) -> None:
-        """Record what is predicted of a cell; raises MachineError when the disk is full."""
+        """Record the prediction for a cell; raises MachineError if the disk is full."""
         self._append(ExpectedLine(at_unix_s=time.time(), expectation=expectation))
 
     def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
@@ -190,7 +190,7 @@ class Journal:
         self._append(FinishedLine(**_launch(spec, attempt, repeat), result=result))
 
     def cell_answered(self, answer: CellAnswer) -> None:
-        """Record a cell's answer, unless the same one is recorded under no less time."""
+        """Record a cell's answer, unless an equal one under at least as much time is recorded."""
         now_s = self._record.question.timeout_s
         within_s = self._record.answered_within_s(answer.cell)
         has_time = now_s is None or (within_s is not None and within_s >= now_s)
@@ -212,7 +212,7 @@ class Journal:
         self._file.close()
 
     def _append(self, line: Line) -> None:
-        """Write one line, then add it to the record, which so never has more than the disk."""
+        """Write one line, then add it to the record, which so is never ahead of the disk."""
         text = to_json(line)
         if self._record.checksum is None:  # the journal has an older schema, without checksums
             self._file.append(text.encode() + b"\n")
@@ -282,7 +282,7 @@ def read_study(path: Path) -> Study:
 
 
 def _another() -> str:
-    """Return a hint: ``highwater show`` if that finds a study, else how to make one."""
+    """Hint: ``highwater show`` if that finds a study, else a command that makes one."""
     with suppress(StudyError, OSError):
         newest_studies(Path("./logs"))  # in which `highwater show` looks by default
         return "`highwater show` shows the newest study that can be read"

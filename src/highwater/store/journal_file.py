@@ -1,8 +1,8 @@
 """Journal file: held open and locked, while lines are appended and synced.
 
-A line is on the disk once it is written, or else the file is as long as before. If anyone deletes,
-replaces, cuts or writes the file while a search has it open, that search stops: further lines would
-not belong to what is left (docs/decisions/026).
+A line is on the disk after it is written; if that fails, the file is as long as before. If anyone
+deletes, replaces, cuts or writes the file while a search has it open, that search stops: further
+lines would not belong to what is left (docs/decisions/026).
 """
 
 import errno
@@ -74,7 +74,7 @@ class JournalFile:
         os.close(self._descriptor)
 
     def _touched(self) -> str | None:
-        """Say what others did to the file since it was last written; None if nothing."""
+        """Describe how others changed the file since it was last written; None if unchanged."""
         held = os.fstat(self._descriptor)
         try:
             found = self.path.stat()
@@ -166,8 +166,8 @@ def split_torn(content: bytes) -> tuple[bytes, bytes]:
 
 
 def sealed(text: str, *, after: str) -> tuple[bytes, str]:
-    """Return the line with its checksum in front, and the checksum: of this line and ``after``, the
-    checksum before it.
+    """Return the line with its checksum in front, and that checksum: of this line and of ``after``,
+    the checksum of the line before.
     """
     content = text.encode()
     checksum = hashlib.sha256(after.encode() + content).hexdigest()[:_CHECKSUM_DIGITS]

@@ -1,4 +1,4 @@
-"""Lines of a journal: one JSON object each, the header first; and the content that they add up to.
+"""Lines of a journal: one JSON object each, the header first; and the content that they represent.
 
 Schema 3:  header           the question, once
            opened           a process opened the journal for writing, with its time limit
@@ -12,8 +12,8 @@ that was edited, moved or removed in the middle is found and named. A journal be
 schema continues without checksums.
 
 An answer is accepted only if its trials support it (docs/decisions/026). All its lengths and bytes
-follow from results, in any order: the longest length that fit, the next, which did not, the reason
-why the search ended there, and the figures of the trial at the capacity.
+follow from results, whatever their order: the longest length that fit, the next, which did not, the
+reason why the search ended there, and the figures of the trial at the capacity.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -89,12 +89,12 @@ class _Shown:
 
     @property
     def reach(self) -> int:
-        """The highest index that fit, in full or memory-only; 0: none."""
+        """The highest index that fit, in full or memory-only; 0 if none did."""
         return max((*self.trained, *self.held), default=0)
 
 
 def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]) -> _Shown:
-    """Read the trials of this question; simulated ones count only if the question is simulated."""
+    """Read the trials that belong to this question; simulated ones only if it is simulated."""
     shown = _Shown()
     for trial in trials:
         index, result = question.grid.index_at_most(trial.spec.length_tokens), trial.result
@@ -114,7 +114,7 @@ def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTria
 
 
 def _is_asked(question: Question, answer: CellAnswer, trial: RecordedTrial, index: int) -> bool:
-    """True if a trial is one that the question asks for, apart from paths of model and files."""
+    """True if the question includes a trial, apart from paths of model and files."""
     spec = trial.spec
     if index < 1 or question.grid.length(index) != spec.length_tokens:
         return False
@@ -128,7 +128,7 @@ def _is_asked(question: Question, answer: CellAnswer, trial: RecordedTrial, inde
 
 
 def _gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
-    """Yield, in words, each statement of an answer that its trials do not support."""
+    """Yield each statement of an answer that its trials do not support, in words."""
     yield from _trained_gaps(question, answer, shown)
     yield from _memory_only_gaps(question, answer, shown)
     yield from _edge_gaps(question, answer, shown)
@@ -228,7 +228,7 @@ class HeaderLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="heade
 
 
 class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opened"):
-    """The process that writes from here on, for the error of another that finds the file locked."""
+    """Identifies the process that writes from here on, for errors in other processes."""
 
     pid: int
     host: str
@@ -246,14 +246,14 @@ class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opene
 
 
 class ExpectedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="cell_expected"):
-    """The search of one cell is about to begin."""
+    """Journal line: the prediction for a cell whose search is about to begin."""
 
     at_unix_s: float
     expectation: Expectation
 
 
 class _LaunchLine(Record, frozen=True, kw_only=True):
-    """A launch of a trial, by the key of its specification."""
+    """Base of journal lines about a launch, which is named by its specification's key."""
 
     spec_key: str
     attempt: int
@@ -262,19 +262,19 @@ class _LaunchLine(Record, frozen=True, kw_only=True):
 
 
 class StartedLine(_LaunchLine, frozen=True, kw_only=True, tag_field="kind", tag="trial_started"):
-    """A trial is about to be launched."""
+    """Journal line: a trial is about to be launched."""
 
     spec: TrialSpec
 
 
 class FinishedLine(_LaunchLine, frozen=True, kw_only=True, tag_field="kind", tag="trial_finished"):
-    """A launched trial has ended."""
+    """Journal line: the result of a launched trial."""
 
     result: TrialResult
 
 
 class AnsweredLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="cell_answered"):
-    """The search of one cell has ended."""
+    """Journal line: the answer of a cell whose search has ended."""
 
     at_unix_s: float
     answer: CellAnswer
@@ -310,9 +310,7 @@ class JournalContent:
         self._expectations: dict[Cell, Expectation] = {}
 
     def add(self, line: Line) -> None:
-        """Add one line; a restarted trial keeps its place. Raises ValueError for the end of a trial
-        that never started.
-        """
+        """Add one line; a restarted trial keeps its place. ValueError: an end without a start."""
         match line:
             case OpenedLine():
                 self.opened = line
@@ -360,12 +358,12 @@ class JournalContent:
         return self._trials.get(key)
 
     def has_told(self, spec: TrialSpec, repeat: int) -> bool:
-        """True if any attempt of a trial told whether memory suffices."""
+        """True if any attempt of a trial tells whether memory suffices."""
         results = (trial.result for trial in self._attempts(spec, repeat))
         return any(result is not None and result.outcome.tells for result in results)
 
     def ran_out_after(self, trial: RecordedTrial) -> bool:
-        """True if a later attempt of a trial ran out of time."""
+        """True if a later attempt of a trial timed out."""
         attempts = self._attempts(trial.spec, trial.repeat)
         later = (other.result for other in attempts if other.attempt > trial.attempt)
         return any(result is not None and result.outcome is Outcome.TIMEOUT for result in later)
@@ -375,7 +373,7 @@ class JournalContent:
         return (trial for (key, _, again), trial in self._trials.items() if (key, again) == found)
 
     def has_crashed(self, cell: Cell) -> bool:
-        """True if a trial of a cell crashed, and no attempt of it told or timed out later."""
+        """True if a trial of a cell crashed, and no later attempt told or timed out."""
         return any(
             trial.result is not None
             and trial.result.outcome is Outcome.CRASHED
@@ -385,7 +383,7 @@ class JournalContent:
         )
 
     def answer(self, cell: Cell) -> CellAnswer | None:
-        """Return the recorded answer for a cell; None if there is none that its trials support."""
+        """Return the recorded answer for a cell; None if its trials support no answer."""
         answer, why = self._claims.get(cell, (None, lambda: None))
         return None if why() else answer
 

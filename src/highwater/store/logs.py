@@ -37,8 +37,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> LogEnd:
-    """Return the last lines of a log, as recorded or beside the study; never raises. They end with
-    the text ``said`` of the rank that failed first, if found: other ranks write after it.
+    """Return the last lines of a log, at its recorded path or beside the study; never raises. They
+    end with the text ``said`` of the rank that failed first, if found: other ranks write after it.
     """
     if log_path is None:
         return LogEnd(reason="no log is recorded")
@@ -53,7 +53,7 @@ def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> 
 
 
 def _places(log_path: Path, study_path: str | None) -> Iterator[Path]:
-    """Paths where a log may be: as recorded, or beside a study that moved, in its folders."""
+    """Yield paths of a log: as recorded, and beside a study that was moved, in its folders."""
     yield log_path
     parts = log_path.parts
     start = next((index for index, part in enumerate(parts) if _FOLDER.fullmatch(part)), None)

@@ -2,9 +2,9 @@
 
 Accelerate is a launcher: it shards, offloads, recomputes and shares sequences, and does not know
 model, length or batch. It has two ways to share a sequence. Torch's context parallelism passes keys
-and values round a ring (with ``alltoall``), and FSDP2 shards the states as predicted: it is used if
-every layer has plain causal attention. Ulysses is DeepSpeed's, with ZeRO-3 for the states: it is
-used for models with windows (docs/decisions/019).
+and values round a ring (with ``alltoall``), and FSDP2 shards the states as predicted: this is
+chosen if every layer has plain causal attention. Ulysses is DeepSpeed's, with ZeRO-3 for the
+states: it is chosen for models with windows (docs/decisions/019).
 
 Source of the names: ``commands/config/config_args.py`` and ``launch.py`` of accelerate 1.15.0; of
 what a ring refuses: ``_attach_context_parallel_hooks`` in its ``big_modeling.py``.
@@ -42,7 +42,6 @@ from highwater.trainers.foreign import (
     OUTPUT,
     TRIAL_FIELDS,
     ForeignCommand,
-    HasFlash,
     TrialFiles,
     TrialHome,
     TrialStart,
@@ -98,7 +97,7 @@ def accelerate(
 
 
 def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) -> str | None:
-    """Reason, in words, why accelerate has a layout neither with DeepSpeed nor FSDP2; else None."""
+    """Reason why neither DeepSpeed nor FSDP2 in accelerate supports a layout; None if one does."""
     if layout.context_degree > 1 and shape is not None and not shape.has_plain_attention:
         if layout.ring_degree > 1:
             return (
@@ -116,14 +115,14 @@ def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) ->
 
 
 def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
-    """The way in which a layout shares sequences: a ring if FSDP2 can, whatever was predicted."""
+    """How a layout's sequences are shared: by a ring if FSDP2 can, whatever was predicted."""
     if layout.context_degree == 1:
         return "none"
     return "ring" if shape is None or shape.has_plain_attention else "heads"
 
 
 def padded_to(layout: Layout, sharing: SequenceSharing) -> int:
-    """Tokens to whose multiple a row is padded: each rank of a ring holds two chunks of a row."""
+    """Padding of a row: a multiple of these tokens; each rank of a ring holds two chunks."""
     return layout.context_degree * (2 if sharing == "ring" else 1)
 
 
@@ -133,7 +132,7 @@ def attention(sharing: SequenceSharing, shape: ModelShape | None) -> str:
 
 
 def instead(cell: Cell, sharing: SequenceSharing) -> tuple[str, ...]:
-    """Sentences on predicted ways of sharing sequences that accelerate replaces; else empty."""
+    """Sentences on predicted ways of sharing sequences that accelerate does differently."""
     strategy, layout = cell.settings.strategy, cell.layout
     if sharing == "heads":
         return (
@@ -181,9 +180,14 @@ def _of_the_script(
 
 def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
     """Keys for the start of processes, and for sharing states and sequences."""
-    layout = cell.layout
-    if cell.settings.activations == "host":
-        _refuse_host(cell, sharing)
+    layout, has_fsdp2 = cell.layout, sharing == "ring" or cell.settings.strategy == "fsdp2"
+    if cell.settings.activations == "host" and (sharing == "heads" or not has_fsdp2):
+        # Source: `FullyShardedDataParallelPlugin` of accelerate 1.15.0
+        is_heads = sharing == "heads"
+        raise UsageError(
+            "accelerate puts activations in host memory with FSDP2 alone",
+            hint=f"use `--ring {layout.context_degree}`" if is_heads else "use `--strategy fsdp2`",
+        )
     values: dict[str, Value] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED" if sharing == "heads" else "FSDP",
@@ -197,20 +201,6 @@ def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
     return (
         values | {f"fsdp_config.fsdp_{name}": value for name, value in fsdp.items()} | _mesh(layout)
     )
-
-
-def _refuse_host(cell: Cell, sharing: SequenceSharing) -> None:
-    """Raise UsageError for activations on the host without FSDP2, which alone supports them.
-
-    Source: ``FullyShardedDataParallelPlugin`` of accelerate 1.15.0.
-    """
-    if sharing == "heads":
-        hint = f"use `--ring {cell.layout.context_degree}`"
-    elif cell.settings.strategy == "fsdp" and sharing != "ring":
-        hint = "use `--strategy fsdp2`"
-    else:
-        return
-    raise UsageError("accelerate puts activations in host memory with FSDP2 alone", hint=hint)
 
 
 def _deepspeed(cell: Cell) -> dict[str, Value]:
@@ -251,7 +241,7 @@ def _mesh(layout: Layout) -> dict[str, Value]:
 
 
 def _fsdp(cell: Cell, *, is_second: bool) -> dict[str, Value]:
-    """Keys of FSDP1 or FSDP2; ``is_second``: FSDP2, whatever was predicted."""
+    """Keys of FSDP1 or FSDP2; ``is_second``: FSDP2, even if FSDP1 was predicted."""
     settings = cell.settings
     is_second |= settings.strategy == "fsdp2"
     return {
@@ -351,7 +341,7 @@ def launcher_file(
     cell = Cell(settings=spec.settings, layout=spec.layout)
     refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, WORDS))
     if spec.device == "cuda":
-        _refuse_base(base, source)
+        _refuse_base(spec, base, source)
     kept = {name: value for name, value in base.items() if name not in _OF_A_CLUSTER}
     if spec.device == "cpu":  # one process, which shares nothing; the user's other fields stay
         kept = {name: value for name, value in kept.items() if name not in _SHARED}
@@ -365,7 +355,6 @@ def launcher_file(
     own: dict[str, Any] = {**_ONE_MACHINE, "num_processes": spec.layout.gpus}
     theirs = kept.get("distributed_type") or "FSDP"
     if theirs != "FSDP":
-        _refuse_without_fsdp(spec, theirs, source)
         kept.pop("parallelism_config", None)
         note = f"states are shared by {source}'s {theirs}, not by FSDP"
         values = {**kept, **own}
@@ -404,8 +393,10 @@ def over_fsdp(
     return {**ours, **theirs, **{name: ours[name] for name in ours if name in meant}}
 
 
-def _refuse_base(base: Mapping[str, Any], source: str) -> None:
-    """Raise UsageError for a file for other machines, or with ways to share that no trial has."""
+def _refuse_base(spec: TrialSpec, base: Mapping[str, Any], source: str) -> None:
+    """Raise UsageError for a file for other machines, or with ways to share that no trial has, and
+    for flags that need FSDP where the file has another mode.
+    """
     where = base.get("compute_environment") or "LOCAL_MACHINE"
     mode = base.get("distributed_type") or "FSDP"
     if where != "LOCAL_MACHINE" or mode not in ("FSDP", *_KEPT_MODES):
@@ -420,10 +411,8 @@ def _refuse_base(base: Mapping[str, Any], source: str) -> None:
                 f"{source} has {name}, and a trial shares by a ring, by copies and by shards",
                 hint=_BY_COMMAND,
             )
-
-
-def _refuse_without_fsdp(spec: TrialSpec, mode: str, source: str) -> None:
-    """Raise UsageError for flags that need FSDP if the user's file has another ``mode``."""
+    if mode == "FSDP":
+        return
     named, layout = spec.settings.named, spec.layout
     flags = {
         "--ring": layout.ring_degree > 1,
@@ -462,10 +451,6 @@ def _prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Forei
     )
 
 
-def _check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:  # noqa: ARG001
-    return _launcher_file(spec, foreign).notes
-
-
 def _launcher_file(spec: TrialSpec, foreign: ForeignTrainer) -> TrialFiles:
     own = own_file(foreign, "name the file that `accelerate config` wrote")
     shape = load_model(spec.model_directory).shape
@@ -484,7 +469,9 @@ TRIED = ForeignTraits(
     | SHARED
     | {"command", "trainer_config", "strategy", "recompute", "offload"},
 )
-TRIAL = TrialStart(_prepare, _check, _opens_model)
+TRIAL = TrialStart(
+    _prepare, lambda spec, foreign, _: _launcher_file(spec, foreign).notes, _opens_model
+)
 TARGET = EmitTarget(
     file=FILE,
     emit=accelerate,

@@ -36,7 +36,7 @@ _NAMED = ("actor", "saver", "evaluator", "recover", "stats_logger")
 
 
 def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Make a whole file, but for the data. Raises UsageError without GPUs set aside for rollout."""
+    """Make a whole file, except for the data. Raises UsageError if no GPUs are set for rollout."""
     if not found.rollout_gpus:
         raise UsageError(
             "AReaL's rollout has GPUs of its own, and none are set aside",
@@ -88,7 +88,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
 
 
 def _lora_values(lora: Lora | None) -> dict[str, Value]:
-    """Fields of adapters, for the actor and for the rollout that serves them."""
+    """Fields of LoRA, for the actor, and for the rollout that serves its adapters."""
     if lora is None:
         return {}
     return {

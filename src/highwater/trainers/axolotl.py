@@ -191,10 +191,10 @@ class _Axolotl(Finetuner):
             return values | {"lora_target_linear": True}
         return values | listed("lora_target_modules", lora.names)
 
-    def refuse(self, launched: FinetunerTrial) -> None:
-        super().refuse(launched)
-        layout = launched.spec.layout
-        if layout.ulysses_degree > 1:
+    def refuse(self, cell: Cell, launched: FinetunerTrial | None = None) -> None:
+        super().refuse(cell, launched)
+        layout = cell.layout
+        if launched is not None and layout.ulysses_degree > 1:
             raise UsageError(
                 "Axolotl shares sequences by its context parallelism alone, which is a ring here",
                 hint=f"use `--ulysses 1 --ring {layout.context_degree}`",
@@ -227,7 +227,7 @@ class _Axolotl(Finetuner):
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """FSDP's section merged with the user's, with one recomputation; on the CPU no FSDP."""
+        """FSDP's section merged with the user's, with only one recomputation; none on the CPU."""
         recomputes = of_recomputation(launched, base)
         if launched.is_on_cpu:
             own = dict.fromkeys(("fsdp_version", "fsdp_config", *_MESH))
@@ -253,7 +253,7 @@ class _Axolotl(Finetuner):
         return TrialFiles({**config, **own})
 
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
-        """Axolotl's own command, not by accelerate, which would read the user's default file."""
+        """Axolotl's own command to start a trial: accelerate would read the user's default file."""
         told = (*words, "train", str(launched.place.folder / FILE), "--launcher")
         if launched.is_on_cpu:
             return (*told, "python")
@@ -281,7 +281,7 @@ def _packs(cell: Cell) -> bool:
 
 
 def _fused_values(training: FineTuning) -> dict[str, Value]:
-    """Fields of a loss without whole logits, for known families: Axolotl patches others wrongly."""
+    """Fields of a fused loss, for known families only: Axolotl patches other families wrongly."""
     if is_fused(training.cell, training.shape, LIGER):
         return {"plugins.0": _LIGER, **dict.fromkeys(_OF_LIGER, True)}
     if is_fused(training.cell, training.shape, CUT_CROSS_ENTROPY):

@@ -80,13 +80,13 @@ class Emitted(Record, frozen=True, kw_only=True):
 
     @property
     def alone(self) -> str:
-        """The text for when the files ``beside`` are not written, with a comment that says so."""
+        """The configuration's text without the files ``beside``, with a comment that names them."""
         half = "# This is half of the configuration: `-o DIR` writes the rest, too. Beside it "
         return self.text.replace("# beside it ", half, 1).rstrip("\n")
 
 
 class Dialect(NamedTuple):
-    """A trainer that configurations are written for: its names, and their common parts."""
+    """A trainer that configurations are written for: its names, and texts common to all."""
 
     target: Target
     name: str
@@ -168,7 +168,7 @@ class Dialect(NamedTuple):
     def other_objective(
         self, objective: Objective, known: Collection[Objective] = ("sft",), *, is_written: bool
     ) -> str | None:
-        """Sentence that the trainer lacks an objective, with those it has; None if it has it."""
+        """Sentence that the trainer lacks an objective, and on those it has; None if it has it."""
         if objective in known:
             return None
         has = ", ".join(known)
@@ -189,7 +189,7 @@ class Dialect(NamedTuple):
         )
 
     def shared_copies(self, layout: Layout) -> str | None:
-        """Sentence that copies would share sequences, which the mesh cannot express; else None."""
+        """Sentence that a sequence would span copies, which the trainer cannot do; else None."""
         if layout.shard_degree % layout.context_degree == 0:
             return None
         return (
@@ -198,7 +198,7 @@ class Dialect(NamedTuple):
         )
 
     def engine_alone(self, settings: Settings) -> list[str]:
-        """Sentences on settings that only highwater's own engine has."""
+        """Sentences on settings that only this package's engine has."""
         said: list[str] = []
         if settings.recompute == "all-but-attention":
             said.append(
@@ -216,7 +216,7 @@ class Dialect(NamedTuple):
         return said
 
     def whole_alpha(self, lora: Lora) -> int:
-        """LoRA's alpha as a whole number. Raises UsageError if it is none."""
+        """LoRA's alpha as an integer. Raises UsageError for a fraction."""
         if lora.alpha != int(lora.alpha):
             raise UsageError(
                 f"{self.name}'s lora_alpha is a whole number, and {lora.alpha} is not",
@@ -239,7 +239,7 @@ def other_optimizer(settings: Settings) -> dict[str, Value]:
 
 
 def yaml_text(values: Mapping[str, Value]) -> str:
-    """The values as YAML, sections and lists within each other."""
+    """YAML text of values whose dotted names become nested sections and lists."""
     import yaml  # not above: the grammar of the command line needs only the names of targets
 
     return yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
@@ -319,7 +319,7 @@ def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
 
 
 def to_replace(*names: str, settings: Settings) -> str:
-    """Line of a comment with fields that the user fills in, accumulation only if it is used."""
+    """Comment line naming the fields to fill in; gradient accumulation only if it is used."""
     steps = ("gradient_accumulation_steps",) if settings.accumulates else ()
     return f"yours to replace: {', '.join((*names, *steps))}"
 
@@ -330,7 +330,7 @@ def listed(name: str, values: Iterable[Value]) -> dict[str, Value]:
 
 
 def lora_words(lora: Lora) -> str:
-    """The flags that ask for these adapters."""
+    """Command-line flags for these LoRA adapters."""
     words: dict[str, object] = {"lora": lora.rank}
     words |= {} if lora.alpha == 2 * lora.rank else {"lora_alpha": lora.alpha}
     words |= {} if lora.targets == ALL_LINEAR else {"lora_targets": lora.targets}
@@ -351,8 +351,8 @@ def refuse_several_machines(layout: Layout, device_name: str) -> None:
 def unpredicted(
     found: Recommendation, chosen: Candidate, *, name: str, logits_bytes: int | None
 ) -> str:
-    """Sentences for a trainer that is not predicted: the memory of the predicted step for
-    comparison, and of the trainer's logits; or that it does not fit if these exceed a GPU.
+    """Sentences for a trainer that is not predicted: the predicted step's memory for comparison,
+    and that of the trainer's full logits; or, if these exceed a GPU, that the length does not fit.
     """
     what = f"{found.model_name} at {format_tokens(found.length_tokens)} tokens"
     room_bytes = found.device_bytes - found.reserved_bytes
@@ -380,7 +380,7 @@ def unpredicted(
 
 
 def _bought(found: Recommendation, chosen: Candidate) -> list[str]:
-    """Sentence on the memory that a chunked loss saves; empty if whole logits are not predicted."""
+    """Sentence on the memory that a chunked loss saves; empty if full logits are not predicted."""
     cell = chosen.cell.changed(loss="full")
     whole = next((each for each in found.candidates if each.cell == cell != chosen.cell), None)
     if whole is None or whole.headroom_bytes is None or chosen.headroom_bytes is None:
@@ -483,20 +483,20 @@ def is_fused(cell: Cell, shape: ModelShape | None, families: Collection[str] = L
 
 
 def unfused(cell: Cell, why: str) -> tuple[str, ...]:
-    """Sentence that the trainer lacks the chunked loss asked for; empty if it was not."""
+    """Sentence that the trainer lacks the requested chunked loss; empty if none was requested."""
     return () if cell.settings.holds_logits else (f"--loss chunked {why}: its logits are whole",)
 
 
 def whole_logits_bytes(chosen: Candidate, shape: ModelShape | None) -> int | None:
-    """Bytes of a micro-batch's whole logits on one GPU; None without a shape or without logits."""
+    """Bytes of a micro-batch's full logits on one GPU; None without a shape or without logits."""
     if shape is None or chosen.cell.settings.traits.gives_scalars:
         return None
     return _ELEMENT_BYTES * shape.vocab_size * chosen.token_budget_tokens
 
 
 def bytes_with_logits(found: Recommendation, chosen: Candidate, logits_bytes: int) -> int:
-    """Bytes of a GPU for a trainer's whole logits and the rest of the predicted step; if that step
-    holds whole logits, 2 of their 10 bytes count once. Without known headroom the logits' alone.
+    """Bytes of a GPU for a trainer's full logits and the rest of the predicted step, of which 2 of
+    10 bytes for each logit are not counted twice. With unknown headroom, the logits' alone.
     """
     if chosen.headroom_bytes is None:
         return logits_bytes
@@ -506,6 +506,6 @@ def bytes_with_logits(found: Recommendation, chosen: Candidate, logits_bytes: in
 
 
 def exceeds(found: Recommendation, chosen: Candidate, logits_bytes: int) -> bool:
-    """True if whole logits do not fit into a GPU together with the rest of the predicted step."""
+    """True if full logits do not fit on a GPU with the rest of the predicted step."""
     room_bytes = found.device_bytes - found.reserved_bytes
     return bytes_with_logits(found, chosen, logits_bytes) > room_bytes

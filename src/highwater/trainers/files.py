@@ -168,9 +168,9 @@ class Finetuner(ABC):
     def emit(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
     ) -> Emitted:
-        """Make a whole file, but for the data. Raises UsageError for settings it cannot express."""
+        """Make a whole file, except for the data. Raises UsageError for inexpressible settings."""
         cell = chosen.cell
-        self.refuse_untrainable(cell)
+        self.refuse(cell)
         shape = shape_here(found, model_path)
         training = FineTuning(cell, found.length_tokens, model_path, found.yarn, shape)
         values: dict[str, Any] = {**self.values(training)}
@@ -194,8 +194,10 @@ class Finetuner(ABC):
             beside=self.beside(training),
         )
 
-    def refuse_untrainable(self, cell: Cell) -> None:
-        """Raise UsageError for an objective, a layout or an optimizer that the trainer lacks."""
+    def refuse(self, cell: Cell, launched: FinetunerTrial | None = None) -> None:  # noqa: ARG002
+        """Raise UsageError for an objective, a layout or an optimizer that the trainer lacks, in a
+        file that is emitted, or else in a trial.
+        """
         words, has_copies = self.words, self.has_copies or is_ddp(cell)
 
         def obstacle(objective: Objective, layout: Layout) -> str | None:
@@ -216,36 +218,32 @@ class Finetuner(ABC):
         return {}
 
     def obstacle(self, layout: Layout) -> str | None:  # noqa: ARG002
-        """Reason, in words, why no file is written for a layout; None if one is."""
+        """Reason why no file can be written for a layout; None if it can."""
         return None
 
     @abstractmethod
     def fuses(self, training: FineTuning) -> bool:
-        """True if the trainer's loss never holds whole logits."""
+        """True if the trainer's loss never holds all logits at once."""
 
     def why_unfused(self, layout: Layout) -> str:  # noqa: ARG002
         """Reason why the loss is not fused, for a training where it is not."""
         return self.unknown
 
     def cannot(self, training: FineTuning) -> list[str]:  # noqa: ARG002
-        """Parts of the settings that this trainer cannot express, besides those common to all."""
+        """Names of the settings that this trainer cannot express, besides those that none can."""
         return []
 
     @abstractmethod
     def said(self, training: FineTuning) -> list[str]:
-        """Lines of a comment: facts that a reader has to know, and things to do."""
+        """Comment lines for the user: facts to know, and steps to do."""
 
     @abstractmethod
     def values(self, training: FineTuning) -> dict[str, Value]:
-        """Settings by name: all that decide memory, and stand-ins for the data."""
+        """Fields of the configuration: all that affect memory, and stand-ins for the data."""
 
     @abstractmethod
     def command(self, training: FineTuning) -> str:
         """The command that starts the emitted training."""
-
-    def refuse(self, launched: FinetunerTrial) -> None:
-        """Raise UsageError for settings of a trial that the trainer lacks."""
-        self.refuse_untrainable(launched.cell)
 
     def environment(self, launched: FinetunerTrial) -> Mapping[str, str]:  # noqa: ARG002
         """Environment variables of a trial, besides those of all finetuners."""
@@ -253,28 +251,48 @@ class Finetuner(ABC):
 
     @abstractmethod
     def own(self, launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that the trial sets, from the trial and its emitted fields; None: left out."""
+        """Fields that a trial sets, by the trial and its emitted fields; None: field removed."""
 
     @abstractmethod
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """The files from the merged fields, with fields that exclude each other settled."""
+        """The files made of the merged fields, after resolving fields that exclude each other."""
 
     @abstractmethod
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
-        """The command of a trial; ``words`` start the trainer's program."""
+        """The command that starts a trial; ``words`` start the trainer's program."""
 
 
 def is_ddp(cell: Cell) -> bool:
-    """True if each of several GPUs has its own copy of a model in NF4, and nothing is sharded."""
+    """True if each of several GPUs has its own copy of an NF4 model, and nothing is sharded."""
     return cell.settings.lora_base == "nf4" and 1 < cell.layout.replicate_degree == cell.layout.gpus
 
 
 def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
     """The user's files ``base``, changed for a trial. Raises UsageError if either rules it out."""
-    _refuse_untried(trainer, launched)
-    _refuse_base(trainer, base)
+    length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
+    refuse_unlaunched(launched.spec, name=trainer.words.name)
+    trainer.refuse(launched.cell, launched)
+    if length_tokens % multiple:
+        near_tokens = length_tokens + -length_tokens % multiple
+        raise UsageError(
+            f"{trainer.words.name} pads each batch to a multiple of {multiple} tokens, and "
+            f"{format_tokens(length_tokens)} are none",
+            hint=f"use `--length {near_tokens}`; of a search `--start-length {near_tokens} "
+            f"--resolution {multiple}` or multiples of them",
+        )
+    for name, hint in trainer.refused.items():
+        value = base.config.get(name)
+        if value and (value is True or value != 1):  # a degree of 1 shares nothing
+            raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
+    for name, meant in trainer.trains.items():
+        value = base.config.get(name, meant)
+        if value != meant:
+            raise UsageError(
+                f"{base.source} has {name}: {value}, and trials are of {name}: {meant}",
+                hint=f"leave `{name}` out, or start it by `--trainer command`",
+            )
     emitted = _emitted(trainer, launched)
     left = [name for name in base.config if _is_one(name, trainer.left_out)]
     kept = {name: value for name, value in base.config.items() if name not in left}
@@ -290,42 +308,13 @@ def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> 
 
 
 def of_recomputation(launched: FinetunerTrial, base: OwnFile) -> bool:
-    """Value of the trainer's own recomputation switch: the user's, if in the file and not named as
-    a setting; else the setting, on the CPU. On GPUs FSDP recomputes: transformers refuses both.
+    """Value of the trainer's own recomputation switch: the user's, if it is in the file and not
+    named as a setting; else the setting on the CPU, and False on GPUs, where FSDP recomputes.
     """
     name = "gradient_checkpointing"
     if name in base.config and "recompute" not in launched.spec.settings.named:
         return bool(base.config[name])
     return launched.is_on_cpu and launched.spec.settings.recompute != "none"
-
-
-def _refuse_untried(trainer: Finetuner, launched: FinetunerTrial) -> None:
-    length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
-    refuse_unlaunched(launched.spec, name=trainer.words.name)
-    trainer.refuse(launched)
-    if length_tokens % multiple:
-        near_tokens = length_tokens + -length_tokens % multiple
-        raise UsageError(
-            f"{trainer.words.name} pads each batch to a multiple of {multiple} tokens, and "
-            f"{format_tokens(length_tokens)} are none",
-            hint=f"use `--length {near_tokens}`; of a search `--start-length {near_tokens} "
-            f"--resolution {multiple}` or multiples of them",
-        )
-
-
-def _refuse_base(trainer: Finetuner, base: OwnFile) -> None:
-    """Raise UsageError for a field in the user's file that a trial cannot take over."""
-    for name, hint in trainer.refused.items():
-        value = base.config.get(name)
-        if value and (value is True or value != 1):  # a degree of 1 shares nothing
-            raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
-    for name, meant in trainer.trains.items():
-        value = base.config.get(name, meant)
-        if value != meant:
-            raise UsageError(
-                f"{base.source} has {name}: {value}, and trials are of {name}: {meant}",
-                hint=f"leave `{name}` out, or start it by `--trainer command`",
-            )
 
 
 def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:
@@ -341,7 +330,7 @@ def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:
 
 
 def _named(trainer: Finetuner, launched: FinetunerTrial) -> list[str]:
-    """The fields of the settings that the user named, as far as recorded."""
+    """Names of the emitted fields for settings that the user named, as far as recorded."""
     named = launched.spec.settings.named
     return [each for name, fields in trainer.by_setting.items() if name in named for each in fields]
 
@@ -355,7 +344,7 @@ def _is_one(name: str, patterns: Iterable[str]) -> bool:
 
 
 def trial_start(trainer: Finetuner) -> TrialStart:
-    """The way that trials of a trainer start."""
+    """How trials of a trainer are started."""
     return TrialStart(partial(_prepare, trainer), partial(check_finetuner, trainer))
 
 
@@ -411,7 +400,7 @@ def check_finetuner(
 
 
 def finetuner_base(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
-    """The user's own configuration of a trainer."""
+    """The user's own configuration file of a fine-tuning trainer."""
     return own_file(foreign, f"name the file that `{trainer.program} {trainer.subcommand}` takes")
 
 

@@ -1,5 +1,5 @@
-"""Foreign trials: parts that trials of other trainers share, the start command, its files, and the
-user's configuration in them; and the trial of a command that the user types.
+"""Foreign trials: what trials of all other trainers share (the start command, files, the user's
+configuration in them); and trials of a command that the user types.
 """
 
 import json
@@ -53,7 +53,7 @@ HasFlash = Callable[[str], bool]
 
 
 class TrialHome(NamedTuple):
-    """The folder and the functions that a launcher gives to the preparation of a trial."""
+    """The folder of a trial, and functions that its launcher provides to the preparation."""
 
     folder: Path
     """The trial's own folder, deleted after it; empty but for ``output``."""
@@ -64,7 +64,7 @@ class TrialHome(NamedTuple):
 
 
 class TrialStart(NamedTuple):
-    """The way that trials of one trainer start."""
+    """How trials of one trainer are checked, prepared and started."""
 
     prepare: Callable[[TrialSpec, ForeignTrainer, TrialHome], ForeignCommand]
     """Makes the command of a trial. Raises HighwaterError for settings that it cannot express."""
@@ -80,7 +80,7 @@ TRIALS: Mapping[ForeignName, TrialStart] = TrainerParts(ForeignName, "TRIAL")
 
 
 def path_of(program: str) -> str:
-    """PATH with a program's own folder first: it starts programs of its environment by name."""
+    """PATH with a program's own folder first, as it starts other programs there by name."""
     found, path = shutil.which(program), os.environ.get("PATH", os.defpath)
     return path if found is None else f"{Path(found).absolute().parent}{os.pathsep}{path}"
 
@@ -97,7 +97,7 @@ class OwnFile(NamedTuple):
 
 
 class TrialFiles(NamedTuple):
-    """The files of a trial, and notes on them."""
+    """The files of a trial, and notes on changed fields."""
 
     config: dict[str, Any]
     beside: Mapping[str, Any] = MappingProxyType({})
@@ -106,7 +106,7 @@ class TrialFiles(NamedTuple):
 
 
 def told_of(source: str, changed: Collection[str], left: Collection[str] = ()) -> tuple[str, ...]:
-    """Notes naming the user's fields that the trial changes, and those that it leaves out."""
+    """Notes naming the user's fields that the trial changes, and those that it drops."""
     said = {
         f"the trial's own in {source}": changed,
         f"left out of {source}, the data and the reports being the trial's": left,
@@ -151,7 +151,7 @@ def launcher_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
 
 def mapping_in(base: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The section of a name in a configuration; empty if there is none."""
+    """The section ``name`` of a configuration as a dict; empty if there is none."""
     value = base.get(name)
     return {str(key): each for key, each in value.items()} if isinstance(value, Mapping) else {}
 
@@ -174,7 +174,7 @@ def refuse_no_program(program: str, title: str, package: str, usual: str) -> Non
 
 
 def write_files(files: Mapping[str, Any], said: tuple[str, ...], folder: Path) -> None:
-    """Write files as JSON or, below ``said`` as a comment, as YAML, by the ends of their names."""
+    """Write files as JSON or YAML, by their names' ends; YAML begins with ``said`` as a comment."""
     for name, values in files.items():
         if name.endswith(".json"):
             text = json.dumps(values, indent=2) + "\n"
@@ -188,7 +188,7 @@ def write_files(files: Mapping[str, Any], said: tuple[str, ...], folder: Path) -
 
 
 def _prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> ForeignCommand:
-    """The user's own command with the trial's values in it."""
+    """The user's command with the trial's values in its placeholders."""
     return ForeignCommand(words=filled_command(foreign.command, spec, home.folder / OUTPUT))
 
 

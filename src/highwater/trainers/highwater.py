@@ -1,4 +1,4 @@
-"""This package's engine, as the trainer that is predicted."""
+"""This package's engine, as a trainer whose memory is predicted."""
 
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.interval.residuals import bundled_residuals, study_residuals

@@ -86,7 +86,7 @@ def _learned() -> Mapping[str, Mapping[str, Moments]]:
 
 
 def _moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments | None:
-    """The moments learned for a family and this kind of training; None without any."""
+    """The moments learned for a family and this kind of training; None if none were."""
     family = _ALIKE.get(shape.model_type, shape.model_type)
     variant = _variant(settings, shards)
     own = _learned().get(variant, {}).get(family)
@@ -107,8 +107,8 @@ def _variant(settings: Settings, shards: int) -> str:
 
 
 def of_loss(tokens: int, vocabulary: int, hidden: int, *, is_whole: bool) -> Mapping[str, int]:
-    """Products of sizes of a loss, in numbers: T tokens, V vocabulary, E hidden size; c tokens in a
-    chunk of Liger's, a power of two that gives about T x E logits.
+    """Products of a loss's sizes, in elements: T tokens, V vocabulary, E hidden size; c tokens in a
+    chunk of Liger's, a power of two at which a chunk has about T x E logits.
     """
     if is_whole:
         return {"T*V": tokens * vocabulary, "V*E": vocabulary * hidden}
@@ -188,7 +188,7 @@ def footprint(step: Step) -> Footprint:
 
 
 def _sizes(step: Step) -> Mapping[str, int]:
-    """Products of sizes of the model's only kind of layers, and of its vocabulary, in numbers."""
+    """Products of sizes of the model's only kind of layers, and of its vocabulary, in elements."""
     shape, (run,) = step.shape, step.shape.runs
     rank, sizes = step.settings.lora or 0, (step.tokens, shape.vocab_size, shape.hidden_size)
     return {
@@ -202,9 +202,9 @@ def _sizes(step: Step) -> Mapping[str, int]:
 
 
 def _cached_bytes(step: Step) -> int:
-    """Bytes that the allocator keeps until memory runs short: logits in bfloat16, whose block no
-    other tensor fills, and blocks left by activations, as many bytes as the gradients that FSDP2
-    reduces on its own stream. Source: 16 steps in docs/results/other_trainers/step_cells.json.
+    """Bytes that the allocator keeps until it runs out: bfloat16 logits, whose block no other
+    tensor fills, and blocks of freed activations, as many bytes as the gradients that FSDP2 reduces
+    on its own stream. Source: 16 steps in docs/results/other_trainers/step_cells.json.
     """
     logits = _NARROW * step.tokens * step.shape.vocab_size if step.settings.holds_logits else 0
     is_summed = step.layout.shard_degree > 1 and step.settings.deepspeed == "none"
@@ -212,7 +212,7 @@ def _cached_bytes(step: Step) -> int:
 
 
 def _gradients(step: Step) -> int:
-    """Bytes of a GPU's share of the gradients, in the parameters' dtype."""
+    """Bytes of one GPU's shard of the gradients, in the parameters' dtype."""
     shards = step.layout.shard_degree
     return gradient_bytes(step.shape, step.settings, shards=shards) // shards
 
@@ -236,8 +236,8 @@ class _SharedStates(NamedTuple):
 
 
 def _by_fsdp(step: Step) -> _SharedStates:
-    """States sharded by FSDP2, with units gathered: the head's at the loss, two layers' in a layer,
-    the embedding's at the end, with gradients in reduction; or whole, with DDP's buckets.
+    """States sharded by FSDP2, with gathered units (the head at the loss, two layers in a layer,
+    the embedding at the end) and the gradient in reduction; or unsharded, with DDP's buckets.
     """
     shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
     states = device_state_bytes(shape, settings, device=step.device, shards=shards) // shards
@@ -264,8 +264,8 @@ def _by_fsdp(step: Step) -> _SharedStates:
 
 
 def _by_zero(step: Step) -> _SharedStates:
-    """States shared by DeepSpeed's ZeRO-2, with whole parameters, or ZeRO-3, which fetches them;
-    with offload, the optimizer, or also the parameters, are in host memory.
+    """States sharded by DeepSpeed's ZeRO-2, with unsharded parameters, or ZeRO-3, which gathers
+    them; with offload, the optimizer, or also the parameters, are in host memory.
     """
     shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
     kind, is_cut = shape.runs[0].kind, settings.deepspeed.startswith("zero3")
@@ -320,9 +320,9 @@ def _by_zero(step: Step) -> _SharedStates:
 def _gathered(
     step: Step, bucket: int, widest: int
 ) -> tuple[int, int, tuple[tuple[int, Term], ...]]:
-    """Numbers that ZeRO-3 has gathered in a layer and at the loss; numbers of the tables at the
-    embedding; and the later terms. A gradient's copy for reduction takes the place of its matrix,
-    which is released by then; a bucket of several gradients takes as much again.
+    """Elements that ZeRO-3 has gathered in a layer, and at the loss; elements of the tables at the
+    embedding; and the later terms. A gradient's copy for reduction replaces its matrix, which is
+    released by then; a bucket of several gradients takes as much again.
     """
     shape, kind = step.shape, step.shape.runs[0].kind
     everything = shape.parameters + step.is_frozen * trained_parameters(shape, step.settings)

@@ -92,7 +92,7 @@ def log_lines(text: str) -> list[LogLine]:
 
 
 def _line(raw: str) -> LogLine:
-    """A line with its prefixes removed; those that name a process give its stream."""
+    """A line with its prefixes removed; prefixes that name a process give the stream."""
     names: list[str] = []
     is_uncaught = False
     while (found := _PREFIX.match(raw)) is not None:
@@ -104,7 +104,7 @@ def _line(raw: str) -> LogLine:
 
 
 def _other_prefixes(lines: Sequence[LogLine]) -> re.Pattern[str] | None:
-    """Pattern for prefixes of tracebacks, with any numbers, and of all lines; None without any."""
+    """Pattern of prefixes before tracebacks and of all lines, with any digits; None if none."""
     found: dict[str, None] = {}
     for at, line in enumerate(lines):
         before = _BOX.sub("", line.text.partition(TRACEBACK[:-1])[0])
@@ -155,7 +155,7 @@ def logged_steps(text: str) -> Iterator[Mapping[str, object]]:
 
 
 def _number(value: object) -> float:
-    """A printed number, which newer versions put in quotes; NaN for anything else."""
+    """Value of a printed number, which newer versions put in quotes; NaN for other text."""
     try:
         return float(value) if isinstance(value, str | int | float) else math.nan
     except ValueError:
@@ -241,7 +241,7 @@ class StepsShown(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """A line that shows a number of finished steps."""
+    """A log line that shows a number of finished steps."""
 
     at: int
     steps: int
@@ -251,7 +251,7 @@ class _Mark(NamedTuple):
 
 
 def progress_of(lines: Sequence[LogLine], *, steps: int, pattern: str | None = None) -> StepsShown:
-    """Read finished steps, of ``steps``, from the lines, by a pattern or by the usual signs."""
+    """Read the finished steps, of ``steps``, from log lines, by a pattern or by known formats."""
     usual = list(_usual(lines, steps))
     marks = list(_matched(lines, pattern, steps)) if pattern else usual
     done = [mark for mark in marks if mark.steps]
@@ -275,7 +275,7 @@ def progress_of(lines: Sequence[LogLine], *, steps: int, pattern: str | None = N
 
 
 def _has_each(lines: Sequence[LogLine], marks: Sequence[_Mark], steps: int, begins_at: int) -> bool:
-    """True if a series of marks goes through all steps, with a loss after each, or before each."""
+    """True if one counter in the log goes through all steps, with a loss by each."""
     series: defaultdict[tuple[str, str], list[_Mark]] = defaultdict(list)
     for mark in marks:
         series[mark.series].append(mark)
@@ -293,7 +293,7 @@ def _has_each(lines: Sequence[LogLine], marks: Sequence[_Mark], steps: int, begi
 
 
 def _matched(lines: Sequence[LogLine], pattern: str, steps: int) -> Iterator[_Mark]:
-    """Marks by the user's pattern; without a group ``step``, a match means the end of training."""
+    """Lines that match the user's pattern; without a group ``step``, a match ends the training."""
     wanted = re.compile(pattern)
     for at, line in enumerate(lines):
         for found in wanted.finditer(line.text):
@@ -305,7 +305,7 @@ def _matched(lines: Sequence[LogLine], pattern: str, steps: int) -> Iterator[_Ma
 
 
 def _usual(lines: Sequence[LogLine], steps: int) -> Iterator[_Mark]:
-    """Marks by the usual signs; bars without a description count only without dictionaries."""
+    """Lines of known formats; bars without a description count only without dictionaries."""
     dictionaries: defaultdict[str, set[str]] = defaultdict(set)
     has_dictionaries = any(_HF_STEP.search(line.text) for line in lines)
     first, is_resumed = None, False
@@ -334,7 +334,7 @@ def _usual(lines: Sequence[LogLine], steps: int) -> Iterator[_Mark]:
 
 
 def _is_elsewhere(text: str, at: int) -> bool:
-    """True if the text of a line before index ``at`` shows that it is not about training now."""
+    """True if the line's text before index ``at`` shows that it is not about training steps."""
     before = _LOGGER.sub("", _FIELD.sub("", text[:at]))
     return bool(
         _BEFORE_A_STEP.fullmatch(before) is None
@@ -344,7 +344,7 @@ def _is_elsewhere(text: str, at: int) -> bool:
 
 
 def _numbered(text: str) -> re.Match[str] | None:
-    """The match of a training step's number, in a line that also has the total or a loss."""
+    """Match of a training step's number, in a line that also has the total or a loss, or None."""
     found = [
         told
         for told in islice(_NUMBERED.finditer(text), _LABELS)

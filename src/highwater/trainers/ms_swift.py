@@ -18,6 +18,7 @@ from highwater.model.model_place import catalog_model, is_hub_id
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
 from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
 from highwater.trainers.accelerate import ENDS
 from highwater.trainers.emitted import (
@@ -159,9 +160,11 @@ class _MsSwift(Finetuner):
             **{f"ENV.{name}": value for name, value in variables.items()},
         }
 
-    def refuse(self, launched: FinetunerTrial) -> None:
-        super().refuse(launched)
-        layout = launched.spec.layout
+    def refuse(self, cell: Cell, launched: FinetunerTrial | None = None) -> None:
+        super().refuse(cell, launched)
+        if launched is None:
+            return
+        layout = cell.layout
         by_heads = _sharing_heads(layout, launched.shape)
         if by_heads != layout.ulysses_degree:
             raise UsageError(
@@ -194,7 +197,7 @@ class _MsSwift(Finetuner):
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """The files with FSDP2's, and one recomputation; on the CPU one process without FSDP."""
+        """The files, with one for FSDP2, and only one recomputation; on the CPU without FSDP."""
         recomputes = of_recomputation(launched, base)
         left = (*ALLOCATOR_VARIABLES, *_OF_A_LAUNCH)
         theirs = mapping_in(base.config, _VARIABLES)
@@ -216,7 +219,7 @@ class _MsSwift(Finetuner):
         return (*words, "sft", str(launched.place.folder / FILE))
 
     def environment(self, launched: FinetunerTrial) -> Mapping[str, str]:
-        """The number of processes, which the user's shell may set to another."""
+        """Variable for the number of processes, which the user's shell may set differently."""
         return {} if launched.is_on_cpu else {_PROCESSES: str(launched.spec.layout.gpus)}
 
 
@@ -224,7 +227,7 @@ MS_SWIFT = _MsSwift()
 
 
 def _sharing_heads(layout: Layout, shape: ModelShape | None) -> int:
-    """Number of GPUs that share a sequence by heads in ms-swift; such groups form a ring."""
+    """Number of GPUs that share a sequence by heads in ms-swift; a ring joins such groups."""
     key_heads = layout.ulysses_degree if shape is None else shape.kv_heads
     return math.gcd(key_heads, layout.context_degree)
 

@@ -1,8 +1,8 @@
 """Targets: a row for every trainer that a configuration is emitted for; and the folder with its
 files, the script that starts the training, and a page of things to check.
 
-No file in a folder is overwritten. A file that exists with the same content stays, so that a
-command may be given twice; if one has another content, nothing is written.
+No file in a folder is overwritten. If a file exists with the same content it stays, so that a
+command can be repeated; if a file has different content, nothing is written.
 """
 
 import os
@@ -53,7 +53,7 @@ class Emit(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmitTarget:
-    """One trainer that a configuration is emitted for."""
+    """A trainer for which configurations are emitted."""
 
     file: str
     """Name of the configuration's file, which the start command contains."""
@@ -62,8 +62,8 @@ class EmitTarget:
     """Things that the files leave to the user, for the page of things to check."""
     predicted_for: TrainerName
     """The trainer whose step is predicted: its own if ``is_step_of`` says so (this engine, if its
-    own law does not cover the question), else one to compare with: verl's actor for trainers with
-    GRPO in whole logits, or this engine."""
+    own formula does not cover the question), else one to compare with: verl's actor for trainers
+    with GRPO in whole logits, or this engine."""
     package: str | None = None
     """Name of the trainer's package; None: the target's name."""
     is_in_guides: bool = True
@@ -95,7 +95,7 @@ TARGETS: Mapping[Target, EmitTarget] = TrainerParts(Target, "TARGET")
 def refuse_unknown_settings(
     target: Target, settings: Mapping[str, object], predicting: TrainerName
 ) -> None:
-    """Raise UsageError, naming them all, for settings that the predicted step lacks."""
+    """Raise UsageError, naming all settings that the predicted trainer's step lacks."""
     refused = refused_settings(OURS if REGISTRY[predicting].trains_by else predicting, settings)
     refused += ["offload"] if settings.get("offload") == "states" else []
     knows = TARGETS[target].knows
@@ -130,11 +130,11 @@ class Configured(NamedTuple):
 def configured_choice(
     target: Target, found: Recommendation, *, model: str, is_filled_in: bool = False
 ) -> Configured | None:
-    """The simplest candidate that fits, that the trainer can express, and whose logits are not
-    whole there; else the simplest that has room for whole logits, or the one that lacks the fewest
+    """The simplest candidate that fits, that the trainer can express, and whose loss chunks the
+    logits there; else the simplest with room for full logits, or the one that lacks the fewest
     bytes. None if no candidate fits.
 
-    Raises the UsageError of the simplest if the trainer can express none.
+    Raises the UsageError of the simplest candidate if the trainer can express none.
     """
     refused: UsageError | None = None
     whole: list[tuple[int, Configured]] = []
@@ -196,7 +196,7 @@ def configured(
 
 
 def hub_id_of(name: str) -> str | None:
-    """The id on the Hub of a catalog model, by the name that was given; None if it has none."""
+    """The Hub id of a catalog model, preferably the one with this name; None if it has none."""
     known = catalog_model(name)
     if known is None:
         return None
@@ -234,7 +234,7 @@ _FOLDERS = 1000
 def launch_script(
     emitted: Emitted, *, file: str, said: Sequence[str], before: Sequence[str]
 ) -> str:
-    """The script that starts a training from any folder: ``said`` as a comment, lines to run
+    """Shell script that starts a training from any folder: ``said`` as a comment, the lines
     ``before``, and the start command.
     """
     is_script = emitted.text.startswith("#!")
@@ -312,7 +312,7 @@ def _remove(made: Sequence[Path]) -> None:
 
 
 def _holds(path: Path, text: str) -> bool:
-    """True if a file has this very content."""
+    """True if a file has exactly this content."""
     try:
         return read_file(path, most_bytes=SETTINGS_BYTES) == text.encode()
     except OSError:

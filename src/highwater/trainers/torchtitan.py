@@ -76,7 +76,7 @@ _LORA = """\
 def torchtitan(
     found: Recommendation, chosen: Candidate, *, model_path: str | None = None
 ) -> Emitted:
-    """Make a module with the configuration's function. Raises UsageError for what it lacks."""
+    """Make a module with the configuration. Raises UsageError for settings torchtitan lacks."""
     cell, settings = chosen.cell, chosen.cell.settings
     refuse_obstacle(
         cell,
@@ -121,7 +121,7 @@ _CHUNK_TOKENS = 256, 2048
 
 
 def _chunks(chosen: Candidate) -> int | None:
-    """Fewest equal chunks of a GPU's part of a sequence; None for a whole loss, or if none fits."""
+    """Fewest equal chunks of a GPU's part of a sequence; None for full logits, or if none fits."""
     sequences = chosen.cell.settings.sequences_per_micro_batch
     fewest_tokens, most_tokens = _CHUNK_TOKENS
     share_tokens = chosen.token_budget_tokens // sequences
@@ -154,7 +154,7 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
 
 
 def _of_adapters(found: Recommendation, chosen: Candidate, lora: Lora) -> list[str]:
-    """Sentences on the differences of torchtitan's LoRA from the predicted one."""
+    """Sentences on how torchtitan's LoRA differs from the predicted step."""
     where = "host memory" if chosen.cell.settings.offloads_model else "each GPU"
     more = format_bytes(_wider_bytes(found, chosen))
     said = [

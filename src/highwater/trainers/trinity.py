@@ -1,8 +1,7 @@
 """Trinity-RFT, whose trainer is verl's actor: its YAML, and the memory of a step.
 
-In version 0.6.0 ``model.rope_scaling`` reaches the rollout alone: the
-trainer reads the model's own ``config.json`` (``trinity/trainer/verl/config.py``), so YaRN has to
-be in both.
+In version 0.6.0 only the rollout reads ``model.rope_scaling``: the trainer reads the model's own
+``config.json`` (``trinity/trainer/verl/config.py``), so YaRN has to be in both.
 
 With LoRA it saves the adapters of every checkpoint for its rollout, and with FSDP2 trains them in
 bfloat16 (``_maybe_patch_lora_fsdp2`` and ``_save_lora`` in ``trinity/trainer/verl/workers.py``).
@@ -79,7 +78,7 @@ _NARROW_ADAPTERS = (
 
 
 def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Make the sections that a length depends on. Raises UsageError for adapters that it lacks."""
+    """Make the sections that depend on the length. UsageError for unsupported adapters."""
     values = _values(found, chosen, yaml_path(model_path))
     variables = environment(chosen.cell.settings)
     why = "model.rope_scaling reaches the rollout alone, the trainer reads the model itself"
@@ -129,8 +128,8 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
 
 
 def _lora_values(lora: Lora, *, is_served: bool) -> dict[str, Value]:
-    """Fields of adapters. Raises UsageError unless they are on all linear layers: Trinity-RFT would
-    save a pattern of names letter by letter.
+    """Fields of LoRA. Raises UsageError unless it is on all linear layers: Trinity-RFT would save a
+    pattern of names as a list of letters.
     """
     if lora.targets != ALL_LINEAR:
         raise UsageError(
@@ -175,8 +174,8 @@ the native allocator loses 12 to 14 %."""
 
 def footprint(step: Step) -> Footprint:
     """Memory of a step of Trinity-RFT's trainer, by default with two sequences in a micro-batch.
-    Raises ModelError for a family whose own class, which that trainer runs, makes scaled or capped
-    logits in addition to the head's.
+    Raises ModelError for a family whose own class, which that trainer runs, allocates scaled or
+    capped logits besides the head's.
     """
     shape, settings, layout = step.shape, step.settings, step.layout
     if family_row(shape.model_type).logits is not None:
@@ -211,8 +210,9 @@ _ALWAYS = ("strategy", "objective", "entropy", "loss")
 
 
 def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that are taken as published, given the ``named`` ones. Published offload is FSDP2's,
-    with expandable segments; LoRA, never published, needs FSDP2 to keep frozen parameters apart.
+    """Fields set as in the published tables, given the ``named`` ones. Published offload is
+    FSDP2's, with expandable segments; LoRA, not published, needs FSDP2 to keep frozen parameters
+    apart.
     """
     is_offloaded = named.get("offload", False) is not False
     published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]

@@ -1,4 +1,4 @@
-"""User's file: the settings that decide memory in a user's own file of a trainer that steps by
+"""User's file: read the settings that affect memory from a user's own file of a trainer based on
 transformers, as fields of a request: ``predict --trainer-config``. Typed settings take precedence;
 fields that are not predicted are refused by name; unknown fields are named in a note.
 """
@@ -28,7 +28,7 @@ SAVING = ("allocator", "loss", "liger", "activations", "recompute")
 
 
 class FileWords(Record, frozen=True, kw_only=True):
-    """Names of a trainer's fields, by meaning; empty: the trainer has no such field."""
+    """A trainer's names of fields, by meaning; empty: the trainer has no such field."""
 
     length: str = ""
     rows: str = "per_device_train_batch_size"
@@ -59,7 +59,7 @@ class FileWords(Record, frozen=True, kw_only=True):
 
 
 class _AllWords(Record, frozen=True, kw_only=True):
-    """Meanings of the fields in users' files (``user_file.json``)."""
+    """Meanings of fields in users' files, from ``user_file.json``."""
 
     trainers: dict[TrainerName, FileWords]
     refused: tuple[str, ...]
@@ -97,7 +97,7 @@ class FileSettings(NamedTuple):
 def settings_of(
     trainer: TrainerName, path: Path, *, gpus: int, typed: Mapping[str, Any]
 ) -> FileSettings:
-    """Read a step on ``gpus`` GPUs from a user's file of a trainer, except the ``typed`` settings.
+    """Read a step on ``gpus`` GPUs from a user's file of a trainer, without the ``typed`` settings.
 
     Raises UsageError for a file that cannot be read, and for fields that are not predicted.
     """
@@ -168,9 +168,9 @@ def model_in(path: Path) -> str | None:
 
 
 def changes(trainer: TrainerName, before: Settings, after: Settings) -> dict[str, dict[str, Any]]:
-    """What to write into a user's file so that the settings ``before`` become ``after``: words in
-    the trainer's keys, or for the environment, each with the settings that they change; empty if
-    files cannot express all of them.
+    """Changes to a user's file that turn the settings ``before`` into ``after``: text in the
+    trainer's keys, or for the environment, mapped to the settings that it changes; empty if files
+    cannot express all of them.
     """
     words = FILE_WORDS[trainer]
     rows = after.sequences_per_micro_batch // after.traits.documents_together
@@ -194,10 +194,10 @@ def changes(trainer: TrainerName, before: Settings, after: Settings) -> dict[str
 
 
 def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) -> Study:
-    """A study of ``trainer`` with only the trials that are predicted, each with the settings of the
-    user's file, to which ``notes`` are added; another trainer's study unchanged.
+    """A study of ``trainer`` reduced to the trials that can be predicted, with their settings read
+    from the user's file; adds to ``notes``. Another trainer's study is returned unchanged.
 
-    Raises UsageError if that file has changed, and if no trial is predicted.
+    Raises UsageError if that file has changed, and if no trial can be predicted.
     """
     foreign, refuse = study.question.foreign, MEMORY[trainer].refuse
     if foreign is None or foreign.trainer != trainer or refuse is None:
@@ -236,8 +236,8 @@ def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) ->
 
 
 def _of_a_trial(settings: Settings, content: bytes, *, is_launched: bool) -> set[str]:
-    """Names of the settings that a trial has whatever the file says: those named, its batch and,
-    if the file does not set them, sharing of states and recomputation.
+    """Names of the settings that a trial sets whatever the file says: the named settings, its batch
+    and, if the file does not set them, sharding of states and recomputation.
     """
     named = RUNG_ROWS.keys() & settings.named
     named |= {name for name in RUNG_ROWS if name.startswith("lora")} if settings.lora else set()
@@ -289,7 +289,7 @@ def _training(
 
 
 def _kernels(words: FileWords, config: FileFields, source: str, notes: list[str]) -> dict[str, Any]:
-    """Settings for Liger's kernels in the step: all, only the loss's, or none."""
+    """Settings for Liger's kernels in the step: all of them, only the loss's, or none."""
     is_cut, own = bool(config.get("cut_cross_entropy")), mapping_in(config, "liger_kernel_config")
     *layers, loss = [bool(config.get(name)) for name in words.fused]
     if loss and own:
@@ -305,7 +305,7 @@ def _kernels(words: FileWords, config: FileFields, source: str, notes: list[str]
 
 
 def _sharing(config: FileFields, launcher: FileFields, path: Path, gpus: int) -> dict[str, Any]:
-    """Settings of sharing states: FSDP, DeepSpeed, or copies. Raises UsageError for other ways."""
+    """Settings for sharing states: FSDP, DeepSpeed, or copies. UsageError for other ways."""
     for name, size in mapping_in(launcher, "parallelism_config").items():
         if name.endswith(("tp_size", "sp_size", "cp_size")) and str(size or 1) != "1":
             raise _unknown(path.name, name, size)
@@ -336,8 +336,8 @@ _ZERO_BUCKET = 500_000_000
 
 
 def _by_zero(zero: Any, path: Path) -> dict[str, Any]:
-    """Settings of DeepSpeed, by its own file, by accelerate's fields, or by the name of a template
-    that is not on this machine. Raises UsageError for stages and places that are not predicted.
+    """Settings of DeepSpeed, from its file, from accelerate's fields, or by the name of a template
+    not on this machine. Raises UsageError for stages and offload that are not predicted.
     """
     fields = mapping_in({"zero": zero}, "zero")
     named = fields.get("deepspeed_config_file") or zero
@@ -374,7 +374,7 @@ def _by_zero(zero: Any, path: Path) -> dict[str, Any]:
 
 
 def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int:
-    """The whole number of a field. Raises UsageError for other values, such as ``auto``."""
+    """Integer value of a field. Raises UsageError for other values, such as ``auto``."""
     value = config.get(name) or usual
     if not str(value).isdecimal():
         raise UsageError(

@@ -38,7 +38,7 @@ _MOST_RANK = 512
 
 
 def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Make overrides for a length. Raises UsageError for GPUs set aside and impossible adapters."""
+    """Make overrides for a length. Raises UsageError for rollout GPUs or impossible adapters."""
     if found.rollout_gpus:
         raise UsageError(
             "verl's actor and rollout share their GPUs: none are set aside",
@@ -140,10 +140,10 @@ def _override(name: str, value: Value) -> str:
 
 
 def _quoted(text: str) -> str:
-    r"""Quote text for Hydra, which then takes it literally.
+    r"""Quote text so that Hydra takes it literally.
 
-    Between its quotes ``"`` is ``\"``, and before a quote each backslash is two. Source: Hydra's
-    override grammar, checked with 1.3.2.
+    Within quotes ``"`` becomes ``\"``, and each backslash before a quote is doubled. Source:
+    Hydra's override grammar, checked with 1.3.2.
     """
     within = re.sub(
         r'(\\*)("|\Z)', lambda found: found[1] * 2 + (r"\"" if found[2] else ""), literal(text)

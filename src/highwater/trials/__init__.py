@@ -1,1 +1,1 @@
-"""Control plane: what a machine has, and how trials are started, classified and ended on it."""
+"""Control plane: probe a machine; start trials on it, classify how they end, and end them."""

@@ -1,6 +1,4 @@
-"""Classify the outcome of a trial from all that it left: exit status, signals, the ranks' reports
-and, last, the log's text.
-"""
+"""Classify a trial's outcome by exit status, signals, the ranks' reports and, last, its log."""
 
 import math
 import re
@@ -20,7 +18,7 @@ _ERROR_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt): .*$", re.M
 
 
 class Ending(Record, frozen=True, kw_only=True):
-    """The end of the processes of a trial."""
+    """How the processes of a trial ended: exits, reports and output."""
 
     exit_code: int | None
     """Exit status of the reaper; None if the trial was ended because its time was up."""
@@ -37,7 +35,7 @@ class Ending(Record, frozen=True, kw_only=True):
 
 
 class Verdict(NamedTuple):
-    """An outcome and the one line that says why."""
+    """An outcome, and a line of text that explains it."""
 
     outcome: Outcome
     reason: str
@@ -49,7 +47,7 @@ def classify(spec: TrialSpec, ending: Ending) -> Verdict:
 
 
 def failure_of(spec: TrialSpec, ending: Ending) -> Verdict | None:
-    """Verdict if a process did not end by itself with success; None if all of them did."""
+    """Verdict on a trial if a process was ended or failed; None if all processes succeeded."""
     strange = _strange_ranks(spec, ending.reports)
     if strange is not None:
         return Verdict(Outcome.CRASHED, strange)
@@ -76,7 +74,7 @@ def failure_of(spec: TrialSpec, ending: Ending) -> Verdict | None:
 
 
 def _strange_ranks(spec: TrialSpec, reports: Sequence[RankReport]) -> str | None:
-    """Say what is wrong with the reports; None if no rank is unknown or reported twice."""
+    """A line about unexpected reports: of an unknown rank, or a second one of a rank; else None."""
     for rank, times in Counter(report.rank for report in reports).items():
         if not 0 <= rank < spec.layout.gpus:
             last = spec.layout.gpus - 1
@@ -92,8 +90,8 @@ def _classify_silence(
     """Decide the outcome of a trial in which some ranks left no report.
 
     The kernel, a signal or an abort in native code ended them. Memory ran out only if the kernel
-    counts a kill, or a rank's own last words before an abort say so. A segmentation fault or an
-    exit status says nothing about memory, whatever was written before (docs/decisions/027).
+    counts a kill, or a rank's last output before an abort says so. A segmentation fault or an exit
+    status says nothing about memory, whatever was written before (docs/decisions/027).
     """
     exits = [each for each in ending.exits if each.rank in silent]
     for each in exits:
@@ -149,7 +147,7 @@ def _classify_reports(spec: TrialSpec, reports: Sequence[RankReport]) -> Verdict
 
 
 def _first(failures: dict[int, Failure]) -> tuple[int, Failure]:
-    """The earliest failure: later ones are often ranks that lost this peer."""
+    """The earliest failure: later ones are often of ranks that lost the failed one."""
     return min(failures.items(), key=lambda item: (item[1].at_unix_s or 0.0, item[0]))
 
 

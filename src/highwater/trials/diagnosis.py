@@ -38,7 +38,7 @@ class MemoryDiagnosis(Record, frozen=True, kw_only=True):
 
     @property
     def note(self) -> str:
-        """One line that says what the repeat showed."""
+        """One line about what the repeat of the trial showed."""
         what = (
             f"{short_settings(self.spec.settings)}, {format_tokens(self.spec.length_tokens)} tokens"
         )
@@ -53,7 +53,7 @@ class MemoryDiagnosis(Record, frozen=True, kw_only=True):
 
 
 def undiagnosed(request: Request, study: Study) -> RecordedTrial | None:
-    """The first trial of a study that ran out of a GPU's memory and lacks a snapshot, if any."""
+    """The first trial of a study that ran out of GPU memory and has no snapshot, or None."""
     is_left_out = request.no_diagnose or request.dry_run or request.nodes > 1
     if is_left_out or request.memory_profiler is not None:
         return None

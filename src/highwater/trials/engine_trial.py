@@ -65,7 +65,7 @@ def started(
     log: IO[bytes],
     across: Across | None,
 ) -> Generator["StartedRanks"]:
-    """Start the ranks in a folder of their own, here or on the machines of ``across``."""
+    """Context manager: start the ranks in a new folder, here or on the machines of ``across``."""
     with private_folder() if across is None else across.folder() as folder:
         yield StartedRanks(spec, folder, environment, log, across)
 
@@ -119,7 +119,7 @@ class StartedRanks:
         return any(exit_.status for exit_ in exits) or (self.path / REFUSED_FILE).is_file()
 
     def _left(self) -> list[RanksLeft]:
-        """Files that each machine's ranks left; machines with a failed rank come first."""
+        """The files that ranks left, of each machine; machines with a failed rank come first."""
         if self._across is None:
             return [read_left(self.path)]
         every = [read_left(self.path / str(node)) for node in range(self._across.nodes)]
@@ -132,7 +132,7 @@ class StartedRanks:
         self.end_the_failed()
 
     def end(self, *, timeout_s: float = 0.0, is_late: bool = False) -> Ending:
-        """End what still runs and return what it left; ``is_late``: after ``timeout_s`` seconds."""
+        """Kill the processes still running and read their reports; ``is_late``: time ran out."""
         end_reaper(self.process)
         raise_refused(self.path)
         reports, damaged = read_reports(self.path / REPORTS)
@@ -215,7 +215,7 @@ class EngineLauncher(TrialLauncher):
         return spec.replace(memory_snapshots=order)
 
     def _with_statistics(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
-        """The trial, told to write statistics beside its log; a memory-only one writes none."""
+        """The trial with files for statistics beside its log; unchanged if it is memory-only."""
         if spec.is_memory_only:
             return spec
         files = StatisticsFiles(
@@ -231,9 +231,9 @@ def _tell(ranks: StartedRanks, on_phase: OnPhase) -> None:
 
 @contextmanager
 def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
-    """Give the trial, if it saves, a new directory below ``parent``, which is removed with its
-    content when the block ends. The reaper removes it if this process dies first. ``parent`` may be
-    a user's: it is made if missing and never removed.
+    """Context manager: the trial, with a new checkpoint directory below ``parent`` if it saves; the
+    directory is removed at the end. The reaper removes it if this process dies first. ``parent``
+    may be a user's: it is made if missing and never removed.
     """
     if spec.settings.checkpoint == "none" and spec.settings.save_hf == "never":
         yield spec
@@ -244,7 +244,7 @@ def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
 
 
 def raise_refusal(reports: tuple[RankReport, ...]) -> None:
-    """Raise the first refusal that a worker reported: the user reads it, and it is no outcome."""
+    """Raise the first refusal that a worker reported: it is for the user, and no outcome."""
     for report in reports:
         failure = report.failure
         if failure is not None and failure.kind == "refused":

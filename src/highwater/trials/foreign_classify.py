@@ -1,13 +1,13 @@
 """Classify a foreign trainer's trial from outside, by its exit status, signals and log.
 
-No process reports from within. So a length *fits* only if the trainer exited 0, its log shows the
-steps with a proof beside them, and no allocation failed during them. It does *not* fit only if lack
-of memory certainly ended the trial: by the last error of the rank that failed, or by the kernel. A
-log that proves neither is a crash or a timeout.
+The trainer's processes write no report of ours. So a length *fits* only if the trainer exited 0,
+its log shows the steps with a proof beside them, and no allocation failed during them. It does
+*not* fit only if lack of memory certainly ended the trial: by the last error of the rank that
+failed, or by the kernel. A log that proves neither is a crash or a timeout.
 
-Of each rank the last error counts that is no consequence of another rank's: a rank that loses its
-peer reports an error too, and so does the launcher. An error after which its rank went on, by its
-steps or by its words, did not end the trial.
+Of each rank only the last error counts that is not a consequence of another rank's: a rank that
+loses its peer reports an error too, and so does the launcher. If a rank's log goes on after an
+error, with steps or other text, that error did not end the trial.
 """
 
 import math
@@ -105,12 +105,12 @@ class LoggedError(NamedTuple):
 
     @property
     def said(self) -> str:
-        """The error in a line."""
+        """The error as one line of text."""
         return f"{self.kind}: {self.text}".rstrip(": ")
 
 
 def errors_of(lines: Sequence[LogLine], *, device: Device) -> list[LoggedError]:
-    """List all errors of a log in order. Of a chain of causes, the first about memory counts."""
+    """List all errors of a log in order. In a chain of causes, the first about memory counts."""
     streams: dict[str, list[tuple[int, LogLine]]] = {}
     for at, line in enumerate(lines):
         streams.setdefault(line.stream, []).append((at, line))
@@ -130,8 +130,8 @@ def ending_error(errors: Sequence[LoggedError], *, progress_at: int | None) -> L
     """The error that ended the trial; None if no error certainly did.
 
     ``progress_at`` is the index of the line that shows the last step: a rank with an older error
-    went on, unless the error is known to have ended it. If some errors are known to have, the first
-    of them decides; else lack of memory is the reason only if no rank reports anything else.
+    continued, unless the error is known to have ended it. The first such error decides; without
+    one, lack of memory is the reason only if no rank reports anything else.
     """
     last: dict[str, LoggedError] = {}
     for error in errors:
@@ -207,7 +207,7 @@ def _raised(text: str, *, in_traceback: bool) -> tuple[str, str] | None:
 def _judged(
     error: LoggedError, following: Sequence[tuple[int, LogLine]], device: Device
 ) -> LoggedError:
-    """Fill in from an error's whole text which memory ran out, and whether it is a consequence."""
+    """The error with fields set by its whole text: exhausted memory, and if it is a consequence."""
     whole = " ".join((error.text, *_until_other(following)))
     memory = logged_memory(error.kind, whole, device=device)
     after = _OF_ANOTHER.search(error.kind) or _AFTER_ANOTHER.search(whole)
@@ -241,7 +241,7 @@ EndedFor = Literal["timeout", "hang"]
 
 
 class ForeignEnding(Record, frozen=True, kw_only=True):
-    """The end of the processes of a foreign trainer's trial."""
+    """How the processes of a foreign trainer's trial ended, and the end of their log."""
 
     exit_code: int | None
     """Exit status of the command, 128 + n for signal n; None if the trial was ended."""
@@ -282,7 +282,7 @@ def evidence_of(spec: TrialSpec, log: str) -> Evidence:
 
 
 def classify_foreign(spec: TrialSpec, ending: ForeignEnding) -> Verdict:
-    """Decide the one outcome of a foreign trainer's trial."""
+    """Classify a foreign trainer's trial: its outcome, and a line that explains it."""
     lines = log_lines(ending.log)
     done = _progress(spec, lines)
     if ending.steps_done is not None:
@@ -331,7 +331,7 @@ def _exited_well(
     lines: Sequence[LogLine],
     errors: Sequence[LoggedError],
 ) -> Verdict:
-    """Outcome of a trial that exited 0, which proves nothing by itself."""
+    """Verdict on a trial that exited 0, which by itself does not prove that its steps ran."""
     pattern = None if spec.foreign is None else spec.foreign.done_pattern
     takes_any = pattern == "" and ending.steps_done is None
     error = ending_error(errors, progress_at=done.at)
@@ -359,7 +359,7 @@ def _exited_well(
 def _failed_allocation(
     done: StepsShown, lines: Sequence[LogLine], errors: Sequence[LoggedError]
 ) -> str | None:
-    """Text of an allocation that failed during the steps, caught or not; None without one.
+    """Text of an allocation that failed during the steps, caught or not; None if none failed.
 
     It matters although the trainer exited 0: a trainer that skips or repeats a batch counts its
     step all the same. A failure before the start of training, such as a kernel that is tried and
@@ -386,7 +386,7 @@ def _failed_allocation(
 def _late_error(
     done: StepsShown, lines: Sequence[LogLine], errors: Sequence[LoggedError]
 ) -> str | None:
-    """First error after the line of the last step; None without one."""
+    """First error in the log after the line of the last step; None if there is none."""
     after = (done.at or 0) + 1
     own = {error.at: error.said for error in errors if not (error.went_on or error.is_consequence)}
     texts = ((at, lines[at].text.strip()) for at in range(after, len(lines)))
@@ -394,7 +394,7 @@ def _late_error(
 
 
 def _unproven(spec: TrialSpec, done: StepsShown, error: LoggedError | None) -> str:
-    """Say why a trial that exited 0 is no fit."""
+    """Reason why a trial that exited 0 does not count as a fit."""
     if error is not None:
         return f"exited 0, {_steps(spec, done)}; its last error: {error.said}"
     if done.is_shown:
@@ -432,7 +432,7 @@ def _ran_out(spec: TrialSpec, error: LoggedError) -> Verdict:
 def _crash(
     exit_code: int, done: StepsShown, error: LoggedError | None, errors: Sequence[LoggedError]
 ) -> str:
-    """Describe a crash: exit status, steps done, and the error that says most."""
+    """Describe a crash: exit status, steps done, and the error that explains most."""
     how = how_ended(exit_code)
     after = f" after {counted(done.steps, 'step')}" if done.steps else ""
     said = error or next(reversed(errors), None)

@@ -1,5 +1,5 @@
-"""ForeignLauncher: run another trainer's trial by its own command and classify it from outside. No
-process of it is left running.
+"""ForeignLauncher: run another trainer's trial by its own command and classify it from outside. All
+its processes are ended.
 
 ``--memory`` on GPUs bounds PyTorch's own allocator: every process reads PYTORCH_ALLOC_CONF, whose
 ``per_process_memory_fraction`` limits the reserved share of the whole card. Context and NCCL come
@@ -77,10 +77,10 @@ then the rank that failed is known by its error."""
 
 
 class SampledPeak:
-    """Peaks that a thread has sampled of one trial so far."""
+    """Peaks of one trial's memory, sampled by a thread until now."""
 
     def __init__(self, reaper: int, gpus: Sequence[int]) -> None:
-        """Watch the processes under a ``reaper`` (process id) and these GPUs; none: the CPU."""
+        """Watch the descendants of ``reaper`` (process id), and ``gpus``; (): only the CPU."""
         self._reaper = reaper
         self._gpus = gpus
         self._used_bytes = [0] * len(gpus)
@@ -94,11 +94,11 @@ class SampledPeak:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since a GPU of the trial last worked, or a process used 5 % of a core."""
+        """Seconds since a GPU of the trial was last busy, or a process used 5 % of a core."""
         return time.monotonic() - self._worked_at
 
     def has_lost_a_process(self, since: float) -> bool:
-        """True if a process went after ``since``, or shortly before, that had lived for long."""
+        """True if a long-lived process ended after ``since``, or shortly before."""
         return any(
             pid not in self._alive
             and last >= since - _AROUND_S
@@ -121,7 +121,7 @@ class SampledPeak:
         )
 
     def sample(self, handles: Sequence[object]) -> None:
-        """Take one sample."""
+        """Sample the memory of all processes and GPUs once."""
         import pynvml
 
         for position, handle in enumerate(handles):
@@ -153,7 +153,7 @@ class SampledPeak:
         self._alive = frozenset(alive)
 
     def _note_work(self, pid: int, cpu_s: float) -> None:
-        """Note that a process used more than a twentieth of a core since the last sign of work."""
+        """Record the time if a process used more than a twentieth of a core since the last one."""
         now, before_s = time.monotonic(), self._cpu_s.get(pid)
         if before_s is None or cpu_s - before_s > _IDLE_SHARE * (now - self._worked_at):
             self._cpu_s[pid] = cpu_s
@@ -212,7 +212,7 @@ def _has_flash(program: str) -> bool:
 
 
 def python_of(program: str) -> Path | None:
-    """Python interpreter named in the first line of a script that pip installed; else None."""
+    """Python interpreter in the first line of a script that pip installed, or None."""
     found = shutil.which(program)
     if found is None:
         return None
@@ -272,7 +272,7 @@ def bounded_allocator(spec: TrialSpec, gpus: tuple[str, ...] | None) -> dict[str
 
 
 def past_the_bound(ranks: Sequence[RankReport]) -> str | None:
-    """Say which GPU had more memory in use than its bound allows; None if none had."""
+    """A sentence on the first GPU with more memory in use than its limit; None if there is none."""
     for rank in ranks:
         used, budget = rank.memory.device_used_bytes, rank.budget
         if used is None or budget is None or used <= budget.budget_bytes + _OVER_BYTES:
@@ -362,7 +362,7 @@ class ForeignLauncher(TrialLauncher):
 
 
 def launcher_in(request: Request) -> partial[EngineLauncher] | partial[ForeignLauncher]:
-    """Make the launcher of a request's trials. It can be pickled and lacks ``log_directory``."""
+    """Factory of a request's launcher: it can be pickled, and lacks only ``log_directory``."""
     usual = {"timeout_s": request.timeout_s, "allow_busy": request.allow_busy}
     trainer = foreign_name(request.trainer)
     if trainer is not None:
@@ -421,7 +421,7 @@ class _Watch:
         return f"step {min(steps + 1, self._spec.steps)} of {self._spec.steps}"
 
     def _judge(self) -> None:
-        """Raise _StuckError if the log is silent because a rank is gone or the others wait."""
+        """Raise _StuckError if the log is silent because a rank has ended or the others wait."""
         has_lost = self._peak.has_lost_a_process(self._grew_at)
         self.is_stuck = has_lost or self._peak.idle_s > self._silent_s
         is_killed = kernel_kills() > self._kills_before and has_lost

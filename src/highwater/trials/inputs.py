@@ -44,9 +44,9 @@ def tokenised(
     on_phase: OnPhase = unheard,
     ended: Event | None = None,
 ) -> Corpus:
-    """The corpus that ``order`` asks for, made in ``parent`` (default: the cache) if it is not
-    there; blocks until it is. Raises what the tokenising process refused, MachineError if it
-    failed, and TrialEndedError after ``ended`` is set, which stops it.
+    """Tokenise a corpus in ``parent`` (default: the cache) unless it exists; blocks until done.
+    Raises the process's own refusal, MachineError if it failed, and TrialEndedError after ``ended``
+    is set, which stops it.
     """
     refuse_package_obstacles(probe(), before="no data can be tokenised here: ")
     elsewhere = _ELSEWHERE if parent is None else "use another `--output`"
@@ -70,8 +70,8 @@ def prepared_model(
     spec: TrialSpec, ended: Event, on_phase: OnPhase, documents: DocumentOrder | None = None
 ) -> Path:
     """The model directory to train from; ``documents``, if any, are written first. Starts no
-    process if the directory exists and no documents are asked for. Raises what the preparation
-    refused, and MachineError if it failed or has no room.
+    process if the directory exists and no documents are asked for. Raises the preparing process's
+    own refusal, and MachineError if it failed or the disk is full.
     """
     refuse_full_disk(spec)
     there = _existing(spec)
@@ -100,7 +100,7 @@ def prepared_model(
 
 @contextmanager
 def _room(parent: Path, *, kind: str, problem: str, elsewhere: str = _ELSEWHERE) -> Generator[Path]:
-    """Make a job's temporary folder below ``parent``; MachineError if that is not possible."""
+    """Context manager: a temporary folder below ``parent``; MachineError if it cannot be made."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with private_folder(parent, kind=kind) as folder:
@@ -112,7 +112,7 @@ def _room(parent: Path, *, kind: str, problem: str, elsewhere: str = _ELSEWHERE)
 
 
 def refuse_full_disk(spec: TrialSpec) -> None:
-    """Raise MachineError if random weights have to be written and the disk has no room for them."""
+    """Raise MachineError if random weights must be written and the disk is too full for them."""
     if not missing_files(Path(spec.model_directory)).weights or _existing(spec) is not None:
         return
     cache = cache_directory("models")
@@ -151,7 +151,7 @@ class ModelFiles(Record, frozen=True, kw_only=True):
     """Content of each file; None if together they are too large to be sent."""
 
     def missing(self) -> str | None:
-        """Say which file this machine lacks; None if it has all of them, or is sent them."""
+        """A sentence on a file that this machine lacks; None if it has all or is sent them."""
         if self.contents is not None:
             return None
         folder = Path(self.directory)
@@ -174,7 +174,7 @@ class ModelFiles(Record, frozen=True, kw_only=True):
 
     @property
     def way(self) -> str:
-        """Say how nodes get the model."""
+        """Sentence on how nodes get the model: from a shared path, or sent."""
         if self.contents is None:
             return f"{self.directory} is read on each node, as a path that all share"
         return "the files of the model are sent to the nodes"

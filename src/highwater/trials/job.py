@@ -1,9 +1,9 @@
 """A job: a process of the data plane, or several ranks, under a reaper that this process holds.
 
 An order goes in and a report comes back as JSON (``nouns/trial.py``), both in the job's own folder.
-The process is fresh, and no process of it is left running. Its output goes to a log: if it leaves
-no report, its last words or the signal that ended it say why. Trials, trainings and benchmarks are
-started, awaited and ended here too; each defines its own reports and judges them.
+The process is new, and all its children are ended with it. Its output goes to a log: without a
+report, the log's last lines, or the signal that ended it, tell the reason. Trials, trainings and
+benchmarks are started, awaited and ended here too; each defines its own reports and judges them.
 """
 
 import signal
@@ -41,7 +41,7 @@ Report = TypeVar("Report")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Generic[Report]):
-    """An order for a module of the data plane, and the words of an error if it leaves no report."""
+    """An order for a module of the data plane, and the text of the error if there is no report."""
 
     module: str
     report: type[Report]
@@ -67,8 +67,8 @@ class Job(Generic[Report]):
     def run(
         self, folder: Path, *, ended: Event | None = None, on_phase: OnPhase = unheard
     ) -> Report:
-        """Run the job in ``folder`` and return its report; no process of it is left. Raises what it
-        refused, MachineError if it left no report, and TrialEndedError after ``ended`` is set.
+        """Run the job in ``folder`` and return its report, with all its processes ended. Raises its
+        own refusal, MachineError if there is no report, and TrialEndedError after ``ended`` is set.
         """
         order, report, log = folder / "order.json", folder / "report.json", folder / "log"
         words = [str(report), *self.words]
@@ -97,7 +97,7 @@ class Job(Generic[Report]):
 
 
 def raise_refused(folder: Path) -> None:
-    """Raise the refusal that a job left in its folder, if there is one."""
+    """Raise the error that a job wrote to its folder, if any."""
     if (path := folder / REFUSED_FILE).is_file():
         raise from_json(path.read_bytes(), Refused).error()
 
@@ -133,7 +133,7 @@ def exit_code_of(
     grace_s: float | None = None,
 ) -> int | None:
     """Wait until the processes under a reaper end, calling ``tell`` twice a second, and return the
-    exit status; None if time was up. None of them runs any more when this returns or raises. Raises
+    exit status; None if time was up. All have ended when this returns or raises. Raises
     TrialEndedError after ``ended`` is set.
     """
     deadline = time.monotonic() + timeout_s
@@ -154,7 +154,7 @@ def exit_code_of(
 
 
 def end_reaper(process: subprocess.Popen[bytes]) -> None:
-    """End the reaper and all under it at once. A second Ctrl-C is held back until nothing runs."""
+    """Kill the reaper and all its processes. A second Ctrl-C is delayed until all have ended."""
     process.send_signal(END_AT_ONCE)
     deadline = time.monotonic() + _END_S
     interrupt: KeyboardInterrupt | None = None
@@ -171,7 +171,7 @@ def end_reaper(process: subprocess.Popen[bytes]) -> None:
 
 
 def failed(what: str, log: Path, status: int | None, *, hint: str | None = None) -> MachineError:
-    """Make the error for a process that left no report; ``what`` says what could not be done."""
+    """Make the error for a process that left no report; ``what``: the failed task, a sentence."""
     if hint is None:
         is_exit = status is not None and status <= SIGNALLED
         hint = INSTALL_HINT if is_exit else "see whether memory is left, `free -h`, and try again"

@@ -29,7 +29,7 @@ from highwater.trials.probe import EMPTY_GPU_BYTES, probe
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Occupant:
-    """A running trial and the place it holds."""
+    """A running trial and its place: the GPUs or the node it uses."""
 
     spec: TrialSpec
     ended: Event = field(default_factory=Event)
@@ -39,10 +39,10 @@ OccupantT = TypeVar("OccupantT", bound=Occupant)
 
 
 class SeveralAtOnce(ABC, Generic[OccupantT]):
-    """A ``Runner`` that gives each trial a place and a thread."""
+    """A ``Runner`` that gives each trial a place (GPUs or a node) and a thread."""
 
     def __init__(self, most_trials: int | None) -> None:
-        """``most_trials``: largest number at a time; None: as many as there is room for."""
+        """``most_trials``: most trials at a time; None: as many as there are places."""
         self._most_trials = most_trials
         self._running: list[OccupantT] = []
         self._changed = Condition()
@@ -50,23 +50,23 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
 
     @abstractmethod
     def _has_room(self, spec: TrialSpec) -> bool:
-        """True if there is a place beside the running trials. Called with the lock held."""
+        """True if a place is free for another trial. Called with the lock held."""
 
     @abstractmethod
     def _place(self, spec: TrialSpec) -> OccupantT:
-        """Give a trial a place; MachineError if there is none. Called with the lock held."""
+        """Reserve a place for a trial; MachineError if none holds it. Called with the lock held."""
 
     @abstractmethod
     def _launched(self, launch: Launch, place: OccupantT, on_phase: OnPhase) -> TrialResult:
-        """Run a trial to its end in its place, as ``Launcher.launch`` does."""
+        """Run a trial to its end on its place; see ``Launcher.launch``."""
 
     def has_room(self, spec: TrialSpec) -> bool:
-        """True if a trial would start now, as ``Runner`` says."""
+        """True if a trial could start now; see ``Runner.has_room``."""
         with self._changed:
             return not self._running or self._has_room(spec)
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial, as ``Runner`` says."""
+        """Start a trial in a new thread; see ``Runner.submit``."""
         future: Future[TrialResult] = Future()
         with self._changed:
             place = self._place(launch.spec)
@@ -84,7 +84,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
             raise
 
     def close(self) -> None:
-        """End all trials. A Ctrl-C meanwhile is raised only after none runs any more."""
+        """End all trials. A Ctrl-C meanwhile is raised after all have ended."""
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
@@ -102,7 +102,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
     def _run(
         self, launch: Launch, place: OccupantT, on_phase: OnPhase, future: Future[TrialResult]
     ) -> None:
-        """Launch a trial, in the thread that starts its processes and lives as long as they do."""
+        """Launch a trial; runs in the trial's own thread until its processes have ended."""
         result, error = None, None
         try:
             result = self._launched(launch, place, on_phase)
@@ -120,7 +120,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _LocalOccupant(Occupant):
-    """The part of this machine that a trial takes."""
+    """The GPUs of this machine that a trial uses, and whether it runs alone."""
 
     gpus: tuple[str, ...] | None
     host_bytes: int
@@ -133,17 +133,17 @@ class _LocalOccupant(Occupant):
 
 
 class LocalRunner(SeveralAtOnce[_LocalOccupant]):
-    """Runs the trials of a launcher on this machine; each has GPUs of its own.
+    """Runs the trials of a launcher on this machine; no two share a GPU.
 
-    A trial that keeps states or activations in host memory runs alone; for the others, host memory
-    is counted. A trial that ran out of host memory beside others is launched once more, alone.
+    A trial that keeps states or activations in host memory runs alone; for others, free host memory
+    is checked. A trial that ran out of host memory beside others is launched again, alone.
     """
 
     def __init__(
         self, launcher: Launcher, *, machine: Machine | None = None, most_trials: int | None = None
     ) -> None:
-        """``machine``: read while nothing ran; None: read now. ``most_trials`` at a time; None: as
-        many as there is room for on GPUs, one on the CPU.
+        """``machine``: as read while no trial ran; None: it is read now. ``most_trials`` at a time;
+        None: as many as there are GPUs for, one on the CPU.
         """
         super().__init__(most_trials)
         self._launcher = launcher
@@ -162,7 +162,7 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
         return taken_bytes + host_bytes(spec) <= self._machine.host_memory_available_bytes
 
     def _free_gpus(self) -> list[Gpu]:
-        """GPUs of the first one's kind that no trial has; those that others use come last."""
+        """Unused GPUs of the first GPU's kind; those that other programs use come last."""
         taken = {gpu for each in self._running for gpu in each.gpus or ()}
         free = [gpu for gpu in alike(self._machine.gpus) if str(gpu.index) not in taken]
         return sorted(free, key=lambda gpu: gpu.memory_used_bytes > EMPTY_GPU_BYTES)
@@ -198,7 +198,7 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
         return result
 
     def _wait_until_alone(self, running: _LocalOccupant) -> None:
-        """Wait until no other trial has processes; TrialEndedError if this one is ended."""
+        """Wait until no other trial has processes; TrialEndedError if ``running`` is ended."""
         with self._changed:
             running.waits = running.is_alone = True
             self._changed.notify_all()
@@ -222,7 +222,7 @@ def with_time_left(launch: Launch, began: float) -> Launch:
 
 
 def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs of the first one's kind: a trial on another kind would measure something else."""
+    """The GPUs of the same kind as the first: other kinds would give different results."""
     return tuple(
         gpu
         for gpu in gpus
@@ -253,7 +253,7 @@ def _kept_on_the_host(spec: TrialSpec) -> int:
 
 
 def blames_the_host(result: TrialResult, spec: TrialSpec) -> bool:
-    """True if the machine's memory ran out, rather than the trial's own limit."""
+    """True if the machine's memory ran out, rather than the memory that the trial may use."""
     if spec.device == "cuda":
         return result.outcome is Outcome.HOST_OUT_OF_MEMORY
     failures = (rank.failure for rank in result.ranks)

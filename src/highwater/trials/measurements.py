@@ -1,8 +1,8 @@
 """Measurements in jobs: constants of GPUs, and benchmarks of attentions, one line for each result.
 
 An attention benchmark starts a group of processes, one rank for each GPU, for each attention and
-mode. The group goes from case to case while all of them fit, so that an attention is compiled only
-once. A case that fails ends its group, and the next case begins with fresh processes.
+mode. A group runs case after case while all fit, so that an attention is compiled only once. A case
+that fails ends its group, and the next case starts new processes.
 """
 
 import time
@@ -19,7 +19,6 @@ from highwater.nouns.attention_bench import (
     OFF_AT_THE_MOST,
     BenchCheck,
     BenchLine,
-    BenchMachine,
     BenchOrder,
     BenchPart,
     BenchRow,
@@ -78,8 +77,8 @@ def read_constants(gpus: int) -> Constants:
 
 @contextmanager
 def bench_lines(order: BenchOrder, *, measures: str = _MEASURES) -> Generator[Iterator[BenchLine]]:
-    """Yield each result of a benchmark as soon as it is known; no process is left after the block.
-    ``measures``: the module that measures. Raises MachineError if nothing can be measured.
+    """Context manager: yield each result of a benchmark once it is known; its processes are ended
+    after the block. ``measures``: the measuring module. Raises MachineError if it cannot measure.
     """
     refuse_package_obstacles(probe())
     with private_folder() as folder, closing(_lines(order, folder, measures)) as lines:
@@ -92,7 +91,20 @@ def _lines(order: BenchOrder, folder: Path, measures: str) -> Generator[BenchLin
         (told,) = group.parts(_SET_UP_S[order.device])
     if told.machine is None:
         raise MachineError(told.reason, hint=told.hint or _HINT)
-    _refuse_memory(order, told.machine)
+    asked, has = order.memory_bytes, told.machine.memory_total_bytes
+    takes = told.machine.outside_bytes
+    if asked is not None and order.device == "cuda" and asked > has:
+        raise MachineError(
+            f"{format_bytes(asked)} on a GPU of {format_bytes(has)}",
+            hint=f"use `--memory {has >> 20}MiB` or less",
+        )
+    least = takes + _ROOM_BYTES
+    if asked is not None and asked < least:
+        what = "PyTorch itself" if order.device == "cpu" else "the GPU's context"
+        raise MachineError(
+            f"{format_bytes(asked)} leave nothing for tensors: {what} takes {format_bytes(takes)}",
+            hint=f"use `--memory {-(-2 * least // MIB)}MiB`",
+        )
     yield BenchLine(machine=told.machine)
     not_run = {(each.implementation, each.mode): each for each in told.not_run}
     for name, mode in order.entries():
@@ -176,13 +188,13 @@ def _measured(case: BenchRow, parts: Sequence[BenchPart]) -> BenchRow:
 
 
 def _worst(parts: Sequence[BenchPart]) -> BenchPart:
-    """The part that decides how a case ended: the first in ``PartEnding``'s order."""
+    """The part that decides how a case ended: the worst, by the order of ``PartEnding``."""
     order = get_args(PartEnding)
     return min(parts, key=lambda part: order.index(part.ending))
 
 
 class _BenchRanks:
-    """The processes of one share of a benchmark; none is left after the block."""
+    """The processes of one share of a benchmark, all ended after the ``with`` block."""
 
     def __init__(self, share: BenchShare, *, folder: Path, measures: str) -> None:
         self._device: Device = share.order.device
@@ -238,7 +250,7 @@ class _BenchRanks:
         return from_json(lines[self._told], BenchPart) if len(lines) > self._told else None
 
     def _ending_of(self, ended: RankExit) -> BenchPart:
-        """Classify the end of a process that reported nothing, by its last words."""
+        """Classify the end of a process that left no report, by the end of its output."""
         said = ended.output
         with suppress(OSError):
             said = (self._folder / f"stderr-{ended.rank}").read_text(errors="replace")
@@ -248,22 +260,3 @@ class _BenchRanks:
         last = " / ".join(said.strip().splitlines()[-2:])
         reason = kept(f"the process ended with {ended.status}: {last}")
         return BenchPart(ending="crashed", reason=reason)
-
-
-def _refuse_memory(order: BenchOrder, machine: BenchMachine) -> None:
-    """Raise MachineError if the memory that an order asks for cannot be used here."""
-    asked, has, takes = order.memory_bytes, machine.memory_total_bytes, machine.outside_bytes
-    least = takes + _ROOM_BYTES
-    if asked is None:
-        return
-    if order.device == "cuda" and asked > has:
-        raise MachineError(
-            f"{format_bytes(asked)} on a GPU of {format_bytes(has)}",
-            hint=f"use `--memory {has >> 20}MiB` or less",
-        )
-    if asked < least:
-        what = "PyTorch itself" if order.device == "cpu" else "the GPU's context"
-        raise MachineError(
-            f"{format_bytes(asked)} leave nothing for tensors: {what} takes {format_bytes(takes)}",
-            hint=f"use `--memory {-(-2 * least // MIB)}MiB`",
-        )

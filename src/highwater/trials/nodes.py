@@ -1,8 +1,8 @@
 """Ranks across machines. The user's launcher, for instance ``srun``, starts ``python -m
 highwater.trials.nodes FOLDER VERSION`` on each, which becomes the reaper of that machine's ranks.
 
-The order and all reports lie in a folder that every machine sees. The ranks meet through a file
-beside it, or else through the port that the launcher names.
+The order and all reports are in a folder that every machine shares. The ranks' process group is set
+up through a file beside it, or through the port that the launcher names.
 """
 
 import os
@@ -47,7 +47,7 @@ _ORDER = "node.json"
 
 
 class NodeOrder(Record, frozen=True, kw_only=True):
-    """Order for every machine: ranks to start, and how to be like the asking machine."""
+    """Order for every machine: ranks to start, and the GPUs and model that it must have."""
 
     trial: TrialSpec
     worker: tuple[str, ...]
@@ -64,7 +64,7 @@ class NodeOrder(Record, frozen=True, kw_only=True):
 
 
 class Across(Record, frozen=True, kw_only=True):
-    """How the ranks of several machines are started, and where they meet."""
+    """How the ranks of several machines are started, and how their process group is set up."""
 
     launcher: tuple[str, ...]
     nodes: int
@@ -76,7 +76,7 @@ class Across(Record, frozen=True, kw_only=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A warning if ranks meet at an open port, shown before anything else; else empty."""
+        """A warning if ranks connect through an open port; empty otherwise."""
         if self.rendezvous is not None:
             return ()
         return (
@@ -86,7 +86,7 @@ class Across(Record, frozen=True, kw_only=True):
 
     @contextmanager
     def folder(self) -> Generator[Path]:
-        """Make the folder of one start, which every machine sees and only this user may read."""
+        """Context manager: the folder of one start, shared by all machines, for this user only."""
         if self.rendezvous is not None:
             self.rendezvous.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_shared(self.rendezvous.parent, self.shared)
@@ -112,14 +112,14 @@ class Across(Record, frozen=True, kw_only=True):
         return [*self.launcher, *module("highwater.trials.nodes", str(folder), __version__)]
 
     def environment(self) -> dict[str, str]:
-        """The user's environment without what an outer launcher set for this process."""
+        """The user's environment without variables that an outer launcher set for this process."""
         outer = {*_MEETING, *(rank for rank, _ in _LAUNCHERS)}
         return {name: value for name, value in os.environ.items() if name not in outer}
 
 
 def across_nodes(request: Request) -> Across | None:
     """How a request's ranks are started on several machines; None for this machine alone. Raises
-    UsageError without a usable launcher, or if others can access the folder where ranks meet.
+    UsageError without a usable launcher, or if others can access the rendezvous folder.
     """
     example = f"srun --nodes {max(2, request.nodes)} --ntasks-per-node 1 --kill-on-bad-exit"
     if request.nodes == 1:
@@ -156,7 +156,7 @@ def across_nodes(request: Request) -> Across | None:
 
 
 def _refuse_shared(folder: Path, beside: Path) -> None:
-    """Raise UsageError if others can access ``folder``: they could join the ranks there."""
+    """Raise UsageError if others can access the rendezvous ``folder``: they could join."""
     problem = _not_private(folder)
     if problem is not None:
         names = (beside / f"rendezvous-{number}" for number in count(1))
@@ -188,7 +188,7 @@ def _device_name(trial: TrialSpec) -> str:
 
 
 def main() -> NoReturn:
-    """Become the reaper of this machine's ranks, or leave a file that says why not."""
+    """Run the reaper of this machine's ranks in this process, or write a file with the refusal."""
     parent, folder, version = os.getppid(), Path(sys.argv[1]), sys.argv[2]
     try:
         command, environment = _reaper_command(folder, version, parent)
@@ -281,7 +281,7 @@ def _bad_launcher(problem: str) -> UsageError:
 
 
 def _port(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that name the port where the ranks meet, as the launcher set them."""
+    """The launcher's variables for the process group's port. Raises UsageError without them."""
     named = {name: environment[name] for name in _MEETING if name in environment}
     if not {"MASTER_ADDR", "MASTER_PORT"} <= named.keys():
         raise UsageError(

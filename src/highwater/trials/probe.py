@@ -74,7 +74,7 @@ def probe(visible: Sequence[str] | None = None) -> Machine:
 
 
 def environment(machine: Machine | None = None) -> Environment:
-    """The machine (default: this one) and allowed shell variables, as a study records them."""
+    """The machine (default: this one) and the allow-listed shell variables, for a study."""
     machine = probe() if machine is None else machine
     return Environment(
         versions=machine.versions,
@@ -88,7 +88,7 @@ def environment(machine: Machine | None = None) -> Environment:
 
 
 def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
-    """The GPUs that a user names, or else this machine's. Raises what ``cluster`` raises."""
+    """The GPUs that a user names, or else this machine's. Raises the errors of ``cluster``."""
     text = None if gpus is None else str(gpus)
     is_here = text is None or names_no_kind(text)
     memory_bytes = None if gpu_memory is None else card_memory(str(gpu_memory))
@@ -96,13 +96,13 @@ def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
 
 
 def busy_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs in use: those with processes or more memory in use than an empty card."""
+    """The GPUs in use: with processes, or with more memory in use than an idle GPU."""
     return tuple(gpu for gpu in gpus if gpu.processes or gpu.memory_used_bytes > EMPTY_GPU_BYTES)
 
 
 def refuse_busy_gpus(machine: Machine, *, count: int) -> None:
-    """Raise MachineError if one of the first ``count`` GPUs is in use. Ranks of ours whose launcher
-    was killed end within seconds: they are waited for.
+    """Raise MachineError if one of the first ``count`` GPUs is in use. Our own ranks whose launcher
+    was killed end within seconds; this waits for them.
     """
     busy = busy_gpus(machine.gpus[:count])
     ranks = [rank for gpu in busy for rank in _ranks_on(gpu)]
@@ -213,9 +213,9 @@ def visible_indices(uuids: Sequence[str], visible: str | None) -> tuple[int, ...
 def read_gpus(
     nvml: Any, visible: str | None
 ) -> tuple[tuple[Gpu, ...], tuple[UnreadableGpu, ...], str | None]:
-    """The visible GPUs, the visible GPUs that cannot be read, and the driver's version. ``nvml`` is
-    the module ``pynvml`` or one like it. A GPU cannot be read if it fell off the bus, or shares the
-    host's memory and reports none of its own; the other GPUs are read all the same.
+    """Read the visible GPUs, those of them that fail to be read, and the driver's version. ``nvml``
+    is the module ``pynvml`` or a stand-in. A GPU cannot be read if it fell off the bus, or shares
+    the host's memory and reports none of its own; the other GPUs are read all the same.
     """
     try:
         nvml.nvmlInit()
@@ -265,25 +265,19 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     )
 
 
-def refuse_missing_package(settings: Settings, versions: Mapping[str, str] | None = None) -> None:
-    """Raise MachineError if the optimizer or LoRA lacks a package, here or in ``versions``."""
+def refuse_missing_package(
+    settings: Settings, versions: Mapping[str, str] | None = None, *, reporters: Iterable[str] = ()
+) -> None:
+    """Raise MachineError if the optimizer, LoRA or one of the ``reporters`` lacks a package, or one
+    that is new enough, here or in ``versions``.
+    """
     package = settings.optimizer_traits.package
     needed = [] if package is None else [(settings.optimizer, package, "use `--optimizer adamw`")]
     if settings.lora is not None:
         needed.append(("LoRA", "peft", "leave `--lora` out"))
     if settings.lora_base == "nf4":
         needed.append(("a model in nf4", "bitsandbytes", "leave `--lora-base` out"))
-    _refuse_missing(needed, versions)
-
-
-def refuse_missing_reporters(names: Iterable[str]) -> None:
-    """Raise MachineError if a package for ``--report-to`` is missing or too old."""
-    _refuse_missing([(f"--report-to {name}", name, f"leave `{name}` out") for name in names])
-
-
-def _refuse_missing(
-    needed: Iterable[tuple[str, str, str]], versions: Mapping[str, str] | None = None
-) -> None:
+    needed += [(f"--report-to {name}", name, f"leave `{name}` out") for name in reporters]
     for what, package, other in needed:
         oldest = OLDEST[package]
         hint = f"`pip install '{package}>={'.'.join(map(str, oldest))}'`, or {other}"

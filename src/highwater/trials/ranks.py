@@ -35,9 +35,9 @@ def started(
     prepare: Callable[[], None] | None = None,
     is_apart: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a program without a shell; nothing else starts one. ``keeps``: file descriptors that
-    stay open; ``prepare`` runs in the new process before the program; ``is_apart``: Ctrl-C in the
-    terminal does not reach it.
+    """Start a program without a shell; the only function that does. ``keeps``: file descriptors
+    that stay open; ``prepare`` runs in the new process before the program; ``is_apart``: Ctrl-C in
+    the terminal does not reach it.
     """
     return subprocess.Popen(
         words,
@@ -79,7 +79,7 @@ class RankExit(Record, frozen=True, kw_only=True):
 
 
 class RanksLeft(Record, frozen=True, kw_only=True):
-    """All that the ranks of one machine left besides their reports."""
+    """What the ranks of one machine left besides their reports: exits, and kills by the kernel."""
 
     exits: tuple[RankExit, ...] = ()
     """Exits of the ranks, the earliest first; empty if no reaper lived to write them."""
@@ -88,7 +88,7 @@ class RanksLeft(Record, frozen=True, kw_only=True):
 
 
 class RankShare(Record, frozen=True, kw_only=True):
-    """The ranks of one trial that one machine starts: all of them, or a part."""
+    """The ranks of one trial that one machine starts: all of them, or some."""
 
     count: int
     folder: str
@@ -104,7 +104,7 @@ class RankShare(Record, frozen=True, kw_only=True):
 
 
 class Ranks:
-    """The processes of one trial on one machine; ``pids`` says which process is which rank."""
+    """The processes of one trial on one machine; ``pids`` maps process ids to ranks."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Ranks:
             thread.start()
 
     def leave_exits(self, statuses: Sequence[tuple[int, int]]) -> None:
-        """Write how each rank ended, in this order; called after all have ended."""
+        """Write the exits of all ranks, in the order of ``statuses``, after all have ended."""
         for thread in self._copying:
             thread.join(_DRAINED_S)
         exits = tuple(
@@ -175,13 +175,13 @@ def read_left(folder: Path) -> RanksLeft:
 
 
 class _RankOutput:
-    """Copies what a rank writes to the log, and keeps its end."""
+    """Copies a rank's output to the log, and keeps the last part of it."""
 
     def __init__(self) -> None:
         self._kept = b""
 
     def copy(self, pipe: IO[bytes]) -> None:
-        """Copy until the pipe has no writer. A full disk must not stop the rank."""
+        """Copy until all writers of the pipe have closed it. A full disk must not stop the rank."""
         while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
             self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
             left = memoryview(chunk)

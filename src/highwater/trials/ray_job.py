@@ -1,9 +1,10 @@
 """A job on a Ray cluster. Its process is the only one that imports Ray: it reads the nodes, or
-holds one trial on a node. The second half of the file runs there, in a process that Ray starts.
+holds one trial on a node. The second half of the file runs on that node, in a process that Ray
+starts.
 
-Whatever Ray prints, its signals and its crashes stay in that process, which ``trials/job.py``
-starts, awaits and ends as any other. When it ends, even by kill -9, Ray ends what was started for
-it on any node. Ray copies this package to the nodes.
+Ray's output, signals and crashes stay in that process, which ``trials/job.py`` starts, awaits and
+ends as any other. When it ends, even by kill -9, Ray ends its processes on all nodes. Ray copies
+this package to the nodes.
 
 Run as ``python -P -m highwater.trials.ray_runner ORDER REPORT``.
 """
@@ -84,7 +85,7 @@ _CHUNK_BYTES = 4 * MIB
 
 
 class Needs(Record, frozen=True, kw_only=True):
-    """Needs of the trials of a search on each node."""
+    """What the trials of a search need on each node."""
 
     on_gpus: bool
     model: ModelFiles
@@ -111,23 +112,23 @@ class Node(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Short name for messages: the first digits of the id, as in Ray's own commands."""
+        """The node's short name in messages: the first digits of its id, as Ray prints it."""
         return _name(self.node_id)
 
     @property
     def read(self) -> Machine:
-        """The machine of a node that was read."""
+        """The machine of a node that was readable."""
         assert self.machine is not None  # noqa: S101
         return self.machine
 
     def lack(self, device: Device) -> str | None:
-        """Say why no trial on ``device`` can run on this node; None if one can."""
+        """Reason why no trial on ``device`` can run on this node; None if one can."""
         if self.problem is not None or (self.gpus if device == "cuda" else self.cpus):
             return self.problem
         return "it has no GPU" if device == "cuda" else "Ray hands out no CPU there"
 
     def kind(self, device: Device) -> tuple[str, str]:
-        """GPU name and version of torch: nodes of one study have the same."""
+        """GPU name and torch version, which must be equal on all nodes of a study."""
         name = "" if device == "cpu" else self.read.gpus[0].name
         return name, self.read.versions.get("torch", "")
 
@@ -176,7 +177,7 @@ class NodeTrial(Record, frozen=True, kw_only=True):
 
 
 class RayOrder(Record, frozen=True, kw_only=True):
-    """An order to a cluster: run a trial; without one, read the nodes."""
+    """An order for a Ray cluster: run a trial or, if there is none, read the nodes."""
 
     address: str
     needs: Needs
@@ -184,7 +185,7 @@ class RayOrder(Record, frozen=True, kw_only=True):
 
 
 class RayReport(Record, frozen=True, kw_only=True):
-    """Answer to an order."""
+    """Result of a ``RayOrder``: the nodes, or the result of a trial."""
 
     nodes: tuple[Node, ...] = ()
     """The nodes that are alive."""
@@ -198,7 +199,7 @@ class RayReport(Record, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    """Run one order in this process, and exit."""
+    """Execute the order in this process, and exit."""
     with suppress(TrialEndedError):
         serve(RayOrder, _work)
     sys.stderr.flush()
@@ -234,7 +235,7 @@ def _join(address: str) -> None:
 
 
 def _nodes(needs: Needs) -> Iterator[Node]:
-    """Yield the nodes that are alive, each read by a process on it; all are read at once."""
+    """Yield the nodes that are alive; processes on all of them read them at the same time."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     import ray
@@ -373,7 +374,7 @@ def _run_on(
 
 
 def _end_of(actor: Any, log_path: Path, folder: Path, ended: Event) -> "TrialEnd":
-    """Copy a trial's log and phase here until it has ended; end it after ``ended`` is set."""
+    """Copy a trial's log and phase from its node until it ends; end it after ``ended`` is set."""
     from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
     import ray
@@ -413,7 +414,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def loss_reason(error: BaseException) -> str:
-    """Say in one line why a trial was lost."""
+    """Reason, in one line, why a trial was lost."""
     text = str(error).strip() or repr(error)
     if _MEMORY_MONITOR in text:
         return "the node's memory was full, and Ray's memory monitor ended what ran there"
@@ -425,7 +426,7 @@ def loss_reason(error: BaseException) -> str:
 
 
 class TrialEnd(NamedTuple):
-    """How a trial ended on its node."""
+    """How a trial ended on its node: its result, refusal or traceback; and files beside its log."""
 
     left: TrialResult | Refused | str
     """Its result, its refusal, or the traceback of an error of ours."""
@@ -434,7 +435,7 @@ class TrialEnd(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A running trial's answer to ``tell``."""
+    """Answer of a running trial to ``tell``: phase, new log text and, at last, its end."""
 
     phase: str
     log: bytes
@@ -444,7 +445,7 @@ class Told(NamedTuple):
 
 
 def read_node(gpus: int, needs: Needs) -> tuple[Machine, str | None]:
-    """Read this node with its first ``gpus`` GPUs, and why no trial runs there; None: one can."""
+    """Read this node with its first ``gpus`` GPUs; and why it can run no trial, None if it can."""
     # Ray hides the GPUs from a process that requested none.
     shown = os.environ.pop(_VISIBLE, None)
     try:
@@ -458,7 +459,7 @@ def read_node(gpus: int, needs: Needs) -> tuple[Machine, str | None]:
 
 
 def _obstacle(machine: Machine, gpus: int, needs: Needs) -> str | None:
-    """Say in one line why no trial can run on the machine; None if one can."""
+    """Reason, in one line, why no trial can run on the machine; None if one can."""
     obstacles = package_obstacles(machine) if needs.is_engine else ()
     if obstacles:
         return "; ".join(obstacles)
@@ -483,7 +484,7 @@ def _obstacle(machine: Machine, gpus: int, needs: Needs) -> str | None:
 
 
 class TrialOnNode:
-    """One trial on this node, in its own process; the trial's processes end with it."""
+    """One trial on this node, in a new process; the trial's processes end with this one."""
 
     def __init__(self) -> None:
         self._phase, self._ended = "starting", Event()
@@ -529,8 +530,8 @@ class TrialOnNode:
         self._ended.set()
 
     def _watch(self, ray: int) -> None:
-        """End this process, and so the trial, if its parent (process id ``ray``) is gone or
-        ``tell`` is called no more: then the trial counts as lost, and its GPUs must be free.
+        """End this process, and so the trial, if its parent (process id ``ray``) has ended or
+        ``tell`` is no longer called: then the trial counts as lost, and must leave its GPUs.
         """
         while os.getppid() == ray and time.monotonic() - self._asked_at < _FORGOTTEN_S:
             time.sleep(_WATCHED_S)

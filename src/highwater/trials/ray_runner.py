@@ -1,10 +1,10 @@
 """RayRunner: run trials on the nodes of a Ray cluster, each on one node, side by side.
 
-A trial that is lost with its node, or with the process that held it there, is CRASHED: that says
-nothing about its length, and it is tried again elsewhere. This module imports no Ray: each trial is
-a job (``python -m highwater.trials.ray_runner``) whose process runs ray_job.py. The runner places
-trials itself, by what was read of the nodes: Ray would spread small trials over all nodes, and
-leave no node to a large one.
+A trial that is lost with its node, or with the process that started it there, is CRASHED: that says
+nothing about its length, and the trial is repeated on another node. This module imports no Ray:
+each trial is a job (``python -m highwater.trials.ray_runner``) whose process runs ray_job.py. The
+runner chooses each trial's node itself: Ray would spread small trials over all nodes, and leave no
+node to a large one.
 """
 
 import os
@@ -65,13 +65,13 @@ _REACHED_S = 10.0
 
 
 class RayCluster(NamedTuple):
-    """A Ray cluster, and what trials need on its nodes."""
+    """A Ray cluster's address, and what trials need on its nodes."""
 
     address: str
     needs: Needs
 
     def read_nodes(self) -> tuple[Node, ...]:
-        """Read the nodes that are alive."""
+        """Read all nodes that are alive."""
         job = self._job(
             timeout_s=_JOIN_S + READ_S,
             failure=f"the Ray cluster at {self.address} does not answer",
@@ -81,7 +81,7 @@ class RayCluster(NamedTuple):
             return job.run(folder).nodes
 
     def run(self, trial: NodeTrial, ended: Event, on_phase: OnPhase) -> RayReport:
-        """Run a trial on one of the nodes."""
+        """Run a trial on one node, and return its report."""
         job = self._job(
             trial,
             timeout_s=MOST_SECONDS,
@@ -109,11 +109,24 @@ class RayCluster(NamedTuple):
 
 def cluster_at(address: str | None, needs: Needs) -> RayCluster:
     """The cluster at ``address``; None: the one that Ray finds. Raises MachineError if Ray is
-    missing or too old, or nobody listens there; UsageError for a malformed address.
+    missing or too old, or no cluster answers; UsageError for a malformed address.
     """
     address = address or os.environ.get("RAY_ADDRESS") or AUTO
     if address != AUTO:
-        _refuse_unreachable(address)
+        host, colon, port = address.rpartition(":")
+        if "://" in address or not colon or not host or not port.isdecimal():
+            raise UsageError(
+                f"{address!r} is not the address of a Ray cluster, which is HOST:PORT of its head",
+                hint="for example `--address 10.0.0.1:6379`, on a machine of the cluster; "
+                "`ray status` there says whether it runs",
+            )
+        try:  # where nobody listens Ray would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), _REACHED_S).close()
+        except (OSError, OverflowError) as error:
+            raise MachineError(
+                f"no Ray cluster answers at {address}: {error}",
+                hint=f"{START}; `--address HOST:6379` joins another's",
+            ) from error
     installed = versions_of(["ray"]).get("ray")
     if installed is None:
         raise MachineError("`--runner ray` needs ray, which is not installed", hint=_INSTALL)
@@ -123,24 +136,6 @@ def cluster_at(address: str | None, needs: Needs) -> RayCluster:
             f"ray {installed} is too old: {oldest} is the first that works", hint=_INSTALL
         )
     return RayCluster(address, needs)
-
-
-def _refuse_unreachable(address: str) -> None:
-    """Raise for an address that is malformed or where nobody listens: Ray would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if "://" in address or not colon or not host or not port.isdecimal():
-        raise UsageError(
-            f"{address!r} is not the address of a Ray cluster, which is HOST:PORT of its head",
-            hint="for example `--address 10.0.0.1:6379`, on a machine of the cluster; `ray status` "
-            "there says whether it runs",
-        )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACHED_S).close()
-    except (OSError, OverflowError) as error:
-        raise MachineError(
-            f"no Ray cluster answers at {address}: {error}",
-            hint=f"{START}; `--address HOST:6379` joins another's",
-        ) from error
 
 
 class Chosen(NamedTuple):
@@ -156,7 +151,7 @@ class Chosen(NamedTuple):
 def choose(nodes: Sequence[Node], device: Device | None, counts: Sequence[int] | None) -> Chosen:
     """Choose the nodes of one kind: a study does not mix kinds of GPUs or versions of torch.
 
-    The kind with a node that has as many GPUs as are asked for comes first, then the kind with the
+    A kind with a node that has the requested number of GPUs is preferred, then the kind with the
     most GPUs. Raises MachineError if no node can run a trial, UsageError for a count that no node
     has: all ranks of a trial run on one node.
     """
@@ -217,7 +212,7 @@ def demand_of(spec: TrialSpec) -> Demand:
 
 
 class Placement:
-    """Counts the places of our trials on nodes. Ray may still queue any. Not thread-safe."""
+    """Tracks which nodes our trials use. Ray may still queue a trial. Not thread-safe."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = tuple(nodes)
@@ -228,7 +223,7 @@ class Placement:
         return any(self._is_free(node, demand) for node in self._able(demand))
 
     def take(self, demand: Demand, *, avoided: Collection[str] = ()) -> Wanted:
-        """Give a trial a place, on no ``avoided`` node if possible; MachineError: on none."""
+        """Reserve a node for a trial, none of ``avoided`` if possible; MachineError: none can."""
         able = self._able(demand)
         if not able:
             raise self._too_much(demand)
@@ -246,11 +241,11 @@ class Placement:
         return self._taken[-1]
 
     def leave(self, wanted: Wanted) -> None:
-        """Free the place of a trial that has ended."""
+        """Release the reservation of a trial that has ended."""
         self._taken = [taken for taken in self._taken if taken is not wanted]
 
     def _able(self, demand: Demand) -> list[Node]:
-        """The nodes that could run a trial if nothing else ran there."""
+        """The nodes that could run a trial if they were empty."""
         return [
             node
             for node in self.nodes
@@ -287,7 +282,7 @@ class Placement:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _NodeOccupant(Occupant):
-    """A running trial and its place on a node."""
+    """A running trial and its reservation on a node."""
 
     wanted: Wanted
 
@@ -296,8 +291,8 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
     """Runs trials on a cluster's nodes; their logs and the files beside them are copied back.
 
     On the CPU a node has one trial at a time. On GPUs small trials share a node; one that keeps
-    tensors in host memory has a node of its own. Host memory that ran out beside other trials
-    proves nothing: such a trial is launched once more, with a node of its own.
+    tensors in host memory has a node of its own. A trial that runs out of host memory beside others
+    proves nothing: it is launched once more, alone on a node.
     """
 
     def __init__(
@@ -311,7 +306,7 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
         most_trials: int | None = None,
         launched_by: str = LAUNCHED_BY,
     ) -> None:
-        """``nodes`` are of one kind; ``launched_by`` makes the launcher of ``request`` there."""
+        """``nodes`` are of one kind; ``launched_by`` makes ``request``'s launcher on a node."""
         super().__init__(most_trials)
         self._cluster, self._request, self._launched_by = cluster, request, launched_by
         self._log_directory = log_directory
@@ -324,7 +319,7 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
         """True if a node was lost since the nodes were read."""
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial, as ``Runner`` says; it waits if others use the cluster."""
+        """Start a trial, as ``Runner.submit``; it waits while other users occupy the cluster."""
         if self._has_lost_nodes:  # new nodes may have joined
             self._has_lost_nodes = False
             nodes, device = self._cluster.read_nodes(), launch.spec.device
@@ -389,12 +384,12 @@ def _read_nodes(address: str, needs: str) -> tuple[Node, ...]:
 
 
 def leave() -> None:
-    """Forget the nodes that a plan read for its answer."""
+    """Drop the nodes that a plan read for its request."""
     _read_nodes.cache_clear()
 
 
 def nodes_of(request: Request) -> Chosen:
-    """The nodes that a request's trials run on; MachineError if no cluster or node can run them."""
+    """The nodes on which a request's trials run; MachineError if no cluster or node can do so."""
     if request.prediction == "trace":
         raise UsageError(
             "`--prediction trace` traces for a GPU of this machine, and trials run on others",

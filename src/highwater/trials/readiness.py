@@ -1,4 +1,4 @@
-"""Checks of what would make every trial fail, before the first; what installed packages allow."""
+"""Checks, before the first trial, for faults that would make all fail; features of packages."""
 
 import re
 import shutil
@@ -77,7 +77,24 @@ def check_machine(
         for gpu in used_gpus(machine, device=device, count=gpus):
             refuse_unfit_gpu(gpu.name, gpu.compute_capability)
     else:  # another trainer's packages are its own affair
-        _refuse_no_program(request)
+        program, trainer = program_of(request), foreign_name(request.trainer)
+        is_launched = trainer is not None and FOREIGN[trainer].is_launched
+        if program is not None and shutil.which(program) is None:
+            raise UsageError(
+                f"the command's program {program!r} is not found, or cannot be run",
+                hint="`pip install accelerate`, or say where it is: `--command "
+                f"'/path/to/accelerate launch {EXAMPLE}'`"
+                if is_launched
+                else "give its whole path, or a program in PATH: `--command 'python ...'`",
+            )
+        words = split_words(request.command) if is_launched and request.command else None
+        script = None if words is None else launched_command(words).script
+        if script is not None and not script.is_file():
+            raise UsageError(
+                f"the command's script {script} is not a file here",
+                hint="give its whole path, or go where it is; a module is `--command '-m PACKAGE "
+                "...'`",
+            )
     if device == "cuda":
         refuse_unreadable_gpus(machine, count=gpus)
         if not request.allow_busy:
@@ -102,11 +119,7 @@ def check_directories(request: Request, settings: Settings, device: Device) -> N
 def _refuse_no_function(source: str) -> None:
     """Raise UsageError for a data function that a trial would not find; its module is never run."""
     module, _, name = source.partition(":")
-    if not (module and name):
-        raise UsageError(
-            f"data source {source!r} is not module:function",
-            hint="name both: `batches:packed` is the function `packed` in batches.py",
-        )
+    assert module and name, "refused where the trial is made"  # noqa: S101, PT018
     whole, *inner = module.split(".")
     spec = None
     with suppress(ValueError):  # a name that no module can have
@@ -123,28 +136,6 @@ def _refuse_no_function(source: str) -> None:
     text = Path(spec.origin).read_text(errors="replace")
     if not re.search(rf"\b{re.escape(name)}\b|import \*|__getattr__|globals|setattr|exec", text):
         raise UsageError(f"data source {source!r}: {spec.origin} has no {name!r}", hint=hint)
-
-
-def _refuse_no_program(request: Request) -> None:
-    """Raise UsageError if another trainer's program, or a launched script, is not found here."""
-    trainer, program = foreign_name(request.trainer), program_of(request)
-    is_launched = trainer is not None and FOREIGN[trainer].is_launched
-    if program is not None and shutil.which(program) is None:
-        raise UsageError(
-            f"the command's program {program!r} is not found, or cannot be run",
-            hint=f"`pip install accelerate`, or say where it is: `--command '/path/to/accelerate "
-            f"launch {EXAMPLE}'`"
-            if is_launched
-            else "give its whole path, or a program in PATH: `--command 'python ...'`",
-        )
-    if not is_launched or request.command is None:
-        return
-    script = launched_command(split_words(request.command)).script
-    if script is not None and not script.is_file():
-        raise UsageError(
-            f"the command's script {script} is not a file here",
-            hint="give its whole path, or go where it is; a module is `--command '-m PACKAGE ...'`",
-        )
 
 
 class Feature(Record, frozen=True, kw_only=True):
@@ -183,7 +174,7 @@ _OF_TRIALS = (
 
 
 def features(machine: Machine) -> tuple[Feature, ...]:
-    """Features of this installation, working or not; first those without further packages."""
+    """Features of this installation, working or not; those without further packages first."""
     lacking = package_obstacles(machine)
     beside = ("train",) if lacking else ()
     return (

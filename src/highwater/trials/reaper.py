@@ -132,7 +132,7 @@ def _run(
     launcher_s: float | None,
     is_plain: bool,
 ) -> Ends | None:
-    """Run the command or its ranks to their end, by ``awaits``; None if told to end."""
+    """Run the command or its ranks until ``awaits`` returns; None if told to end."""
     reaper = os.getpid()
 
     def prepare() -> None:
@@ -160,7 +160,7 @@ def _run(
 
 
 def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> Ends | None:
-    """Reap until all ``pids`` ended, or one failed a while ago; None if told to end at once."""
+    """Reap until all ``pids`` ended, or a while after one failed; None if told to end at once."""
     ends: Ends = []
     deadline_s: float | None = None
     is_told = has_failed = False
@@ -189,7 +189,7 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
 
 
 def _end_elsewhere(launcher: "subprocess.Popen[bytes]", within_s: float) -> None:
-    """Signal a launcher every second to end its processes: one signal would let them save."""
+    """Send a launcher SIGTERM every second until it ends: a single one would let ranks save."""
     deadline_s = time.monotonic() + within_s
     while launcher.poll() is None and time.monotonic() < deadline_s:
         launcher.terminate()
@@ -211,7 +211,7 @@ def status_of(status: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kill and reap until no descendant is left: a killed process may have started another."""
+    """Kill and reap descendants until none is left: a process being killed may start another."""
     while True:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
 """SimulatedRunner: answers trials from a memory law, for ``--dry-run`` and for tests.
 
-A law gives the bytes that a trial needs, or the outcome with which it ends; it may also raise. The
-result is like a real trial's, labelled ``simulated``: peaks by the law, and no times.
+A law is a function from a trial to the bytes that it needs, or to its outcome; it may also raise.
+The result is like a real trial's, labelled ``simulated``: peaks by the law, and no times.
 """
 
 from abc import ABC, abstractmethod
@@ -35,18 +35,18 @@ from highwater.units import format_bytes
 
 
 class OneByOne(ABC):
-    """A ``Runner`` with one place, whose trials end before ``submit`` returns."""
+    """A ``Runner`` of one trial at a time, which ends before ``submit`` returns."""
 
     @abstractmethod
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-        """Return the result of a trial; raises what a launch raises."""
+        """Return the result of a trial; raises the errors of ``Launcher.launch``."""
 
     def has_room(self, spec: TrialSpec) -> bool:  # noqa: ARG002
-        """Return True: no trial runs when this is called."""
+        """Return True: trials end within ``submit``, so none is running."""
         return True
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:  # noqa: ARG002
-        """Run the trial, and return a finished future with its result or what it raised."""
+        """Run the trial, and return a finished future with its result or its exception."""
         future: Future[TrialResult] = Future()
         try:
             result = self.run(launch.spec, attempt=launch.attempt, repeat=launch.repeat)
@@ -69,12 +69,12 @@ class SimulatedRunner(OneByOne):
     """A ``Runner`` that trains nothing and takes no time."""
 
     def __init__(self, law: Law, *, device_total_bytes: int | None = None) -> None:
-        """``device_total_bytes``: the card's, for trials without a budget; None: unlimited."""
+        """``device_total_bytes``: GPU memory of trials without a budget; None: unlimited."""
         self._law = law
         self._device_total_bytes = device_total_bytes
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002
-        """Return the result by the law; raises what the law raises."""
+        """Return the simulated result of a trial; raises the exceptions of the law."""
         fit = Outcome.MEMORY_ONLY_FIT if spec.is_memory_only else Outcome.FIT
         told = self._law(spec)
         if isinstance(told, Outcome):
@@ -104,14 +104,14 @@ class SimulatedRunner(OneByOne):
         )
 
     def _cap_bytes(self, spec: TrialSpec) -> int | None:
-        """Bytes that the allocator may reserve, negative without room for a context."""
+        """Bytes that the allocator may reserve; negative if the budget is below the context."""
         limit_bytes = spec.memory_budget_bytes or self._device_total_bytes
         if isinstance(self._law, PredictedLaw):
             limit_bytes = self._law.room_bytes(spec)
         return None if limit_bytes is None else limit_bytes - sum(self._outside_bytes(spec))
 
     def _memory(self, spec: TrialSpec, reserved_bytes: int) -> RankMemory:
-        """Peaks of one rank. A trial that failed had reserved all it could."""
+        """Peaks of one rank. A failed trial has reserved all that it could."""
         reserved_bytes = max(0, reserved_bytes)
         if spec.device == "cpu":
             return RankMemory(peak_data_segment_bytes=reserved_bytes)
@@ -133,7 +133,7 @@ class SimulatedRunner(OneByOne):
         )
 
     def _outside_bytes(self, spec: TrialSpec) -> tuple[int, int]:
-        """Bytes outside the allocator: context and all else, and NCCL apart."""
+        """Bytes outside the allocator: context and others, and NCCL separately."""
         if not isinstance(self._law, FormulaLaw):
             return context_bytes(spec.device, gpus=spec.layout.gpus), 0
         terms = self._law.outside_terms(spec)
@@ -143,12 +143,12 @@ class SimulatedRunner(OneByOne):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormulaLaw:
-    """The law by the closed form of our engine's memory."""
+    """Memory law: bytes by the closed form of our engine."""
 
     shape: ModelShape
 
     def __call__(self, spec: TrialSpec) -> int | Outcome:
-        """Bytes that each GPU's allocator must reserve."""
+        """Bytes that each GPU's allocator must reserve for the trial."""
         place = self.shape, spec.settings, spec.layout
         needed = footprint(Step(*place, spec.length_tokens, spec.device, spec.prompt_tokens))
         return needed.needed_bytes - needed.outside_bytes
@@ -160,7 +160,7 @@ class FormulaLaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedLaw(FormulaLaw):
-    """The law of ``highwater predict``: fit if the pessimistic end does, with headroom."""
+    """The law of ``highwater predict``: a length fits if its upper estimate fits with headroom."""
 
     question: Question
     limit: MemoryLimit
@@ -169,7 +169,7 @@ class PredictedLaw(FormulaLaw):
     """True if no length leaves the headroom: then the prediction alone decides."""
 
     def __call__(self, spec: TrialSpec) -> int | Outcome:
-        """Bytes that each GPU's allocator must reserve, as likely too many as too few."""
+        """Bytes that each GPU's allocator must reserve, by the likely prediction."""
         peak = self._predictor(spec).at(spec.length_tokens)
         if not peak.footprint.fits_host(self.limit.host_bytes):
             return Outcome.HOST_OUT_OF_MEMORY
@@ -180,7 +180,7 @@ class PredictedLaw(FormulaLaw):
         return self._predictor(spec).at(spec.length_tokens).footprint.outside
 
     def room_bytes(self, spec: TrialSpec) -> int:
-        """Bytes of a GPU that the prediction may take, so that its pessimistic end fits too."""
+        """Bytes of a GPU that the prediction may use, so that its upper end fits too."""
         if self.is_tight:
             return self.limit.device_bytes
         known = self.known and self.known.of(spec.settings.allocator)

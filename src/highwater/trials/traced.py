@@ -1,5 +1,5 @@
 """Predictor that traces the engine's own steps, in a process with torch, and replays them through
-an allocator. The formula only says where to begin.
+an allocator. The formula only chooses the first length.
 
 Traces are cached under the digest of the code that made them.
 """
@@ -57,11 +57,11 @@ def predict_traced(
     calibration: Calibration | None = None,
     trainer: TrainerName = OURS,
 ) -> tuple[CellPrediction, ...]:
-    """Predict every cell of the question, in order; raises what the tracer raises.
+    """Predict every cell of the question, in order; raises the tracer's errors.
 
-    Host memory is the formula's: only a GPU's is traced. A cell takes two traces if the formula
-    begins at the edge of what fits; two more if it does not and the line through the first two aims
-    well; with a calibration, one more for each length that fits but whose upper end does not.
+    Host memory is by formula: only a GPU's is traced. A cell takes two traces if the formula's
+    first length is at the edge; two more if it is not, and the line through the first two hits the
+    edge; with a calibration, one more for each length that fits but whose upper end does not.
     """
     found: list[CellPrediction] = []
     for cell in question.cells:
@@ -80,7 +80,7 @@ def predict_traced(
 
 @dataclass(slots=True, kw_only=True)
 class CellTraces:
-    """Traces of one cell, each made once, two at a time, and the predictor that replays them."""
+    """Traces of one cell, made once each, two at a time; and the predictor that replays them."""
 
     formula: FormulaPredictor
     tracer: Tracer
@@ -90,13 +90,13 @@ class CellTraces:
     _begun: dict[int, Future[ScaledTrace]] = field(default_factory=dict[int, Future[ScaledTrace]])
 
     def __post_init__(self) -> None:
-        """Make the predictor, which replays these traces."""
+        """Make the predictor that replays these traces."""
         self.predictor = ReplayPredictor(
             formula=self.formula, replay=Replays(self._replay), alive=self._alive, aim=self._aim
         )
 
     def begin(self, *indices: int) -> None:
-        """Start tracing these indices, as far as they are on the grid."""
+        """Start tracing the lengths of these grid indices; indices off the grid are ignored."""
         question, cell = self.formula.question, self.formula.cell
         for index in indices:
             if 1 <= index <= max(1, question.size_of(cell)) and index not in self._begun:
@@ -107,7 +107,7 @@ class CellTraces:
         return coded(self.tracer(spec))
 
     def trace(self, length_tokens: int) -> ScaledTrace:
-        """Wait for the events of a length; raises what the tracer raises."""
+        """Wait for the trace of a length; raises the tracer's errors."""
         index = self.formula.question.grid.index_at_most(length_tokens)
         self.begin(index)
         return self._begun[index].result()
@@ -221,7 +221,7 @@ class CachedTracer:
             return from_json(text, EventLog)
 
     def unmade(self, specs: Iterable[TrialSpec]) -> set[Path]:
-        """Paths of the traces of these trials that are not made yet; equal traces have one path."""
+        """Paths of these trials' traces that do not exist yet; equal traces share a path."""
         return {path for _, path in map(self._place, specs) if not path.exists()}
 
     def _place(self, spec: TrialSpec) -> tuple[TraceOrder, Path]:
@@ -250,12 +250,12 @@ class CachedTracer:
 
 
 def fullest_rank(spec: TrialSpec) -> int:
-    """The last rank that shares a sequence: the first have its prompt, which is not trained."""
+    """The rank with the most trained tokens: the last, as the first hold the untrained prompt."""
     return spec.layout.context_degree - 1
 
 
 def _as_traced(spec: TrialSpec) -> TrialSpec:
-    """The trial without what changes no event: allocator, saves, hyperparameters, paths."""
+    """The trial without settings that change no trace: allocator, saves, hyperparameters, paths."""
     settings = spec.settings.replace(allocator="native", checkpoint="none", save_hf="never")
     return spec.replace(
         settings=settings,
@@ -297,7 +297,7 @@ def source_files(package: Path) -> list[Path]:
 
 
 def _read(path: Path) -> EventLog | None:
-    """The cached trace; None if there is none, or a damaged one, which is made again."""
+    """Read a cached trace; None if it is missing, or damaged and so to be made again."""
     try:
         return from_json(gzip.decompress(read_file(path, most_bytes=INDEX_BYTES)), EventLog)
     except (OSError, EOFError, zlib.error, msgspec.MsgspecError):

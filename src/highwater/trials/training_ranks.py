@@ -27,7 +27,7 @@ OnProgress = Callable[[TrainingProgress], None]
 
 @contextmanager
 def own_folder(directory: Path) -> Generator[None]:
-    """Make and lock the run's folder for the block; UsageError if in use or no folder."""
+    """Make and lock the run's folder for the block; UsageError if it is in use or no folder."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -58,10 +58,10 @@ def own_folder(directory: Path) -> Generator[None]:
 def run_ranks(
     spec: TrainingSpec, *, allow_busy: bool, on_progress: OnProgress, across: Across | None = None
 ) -> tuple[RankReport, ...]:
-    """Train until all ranks have ended well, here or ``across`` machines, and return their reports.
+    """Train until all ranks have succeeded, here or ``across`` machines, and return their reports.
 
-    Ctrl-C and SIGTERM tell the ranks to stop after their step and save; KeyboardInterrupt is raised
-    when they have. A second one ends them at once. HighwaterError if anything else ended them.
+    Ctrl-C and SIGTERM make the ranks stop and save after their step; then KeyboardInterrupt is
+    raised. A second Ctrl-C kills them at once. Raises HighwaterError if the ranks fail.
     """
     directory = Path(spec.output_directory)
     place = trial_place(
@@ -88,7 +88,7 @@ def _progress(ranks: StartedRanks) -> TrainingProgress:
 def _end_of(
     ranks: StartedRanks, on_progress: OnProgress
 ) -> tuple[Ending, KeyboardInterrupt | None]:
-    """Wait for the ranks: how they ended, and the interrupt that they were told of, if any."""
+    """Wait for the ranks; returns how they ended, and the interrupt that stopped them, if any."""
     interrupt: KeyboardInterrupt | None = None
     try:
         while ranks.process.poll() is None:
@@ -111,7 +111,7 @@ def _end_of(
 
 
 def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterrupt | None) -> None:
-    """Raise if ranks did not end well; the interrupt, if they were killed while stopping."""
+    """Raise an error if ranks failed, or the interrupt if they were killed while stopping."""
     raise_refusal(ending.reports)
     failed = failure_of(spec.trial, ending)
     if failed is None:
@@ -142,7 +142,7 @@ def _less_memory(spec: TrainingSpec) -> str:
 
 
 def _goes_on(spec: TrainingSpec) -> str:
-    """Say what the same command does after a failure."""
+    """Sentence on what the same command does after a failure."""
     steps = TrainingFolder(Path(spec.output_directory)).checkpoint_steps()
     if not steps:
         return "the same command begins anew: there is no checkpoint yet"

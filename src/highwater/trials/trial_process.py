@@ -1,9 +1,9 @@
-"""The surroundings of a trial on this machine: free GPUs, an environment that does not change its
-memory, a log, and folders that only its user can read.
+"""The environment of a trial on this machine: free GPUs, variables that do not change its memory, a
+log, and folders that only its user can read.
 
-A process killed by -9 together with its reaper cannot tidy up: the next start does. A folder of
-ours is known by the lock in it, which the kernel holds while its maker lives; a folder without such
-a lock, or of another user, is never touched.
+A process killed by -9 together with its reaper cannot clean up: the next start does. Our folders
+have a lock file, which the kernel keeps locked while the process that made it lives; a folder
+without one, or of another user, is never touched.
 """
 
 import fcntl
@@ -40,10 +40,10 @@ def trial_place(
     log_directory: Path,
     flag: str = "--log-dir",
 ) -> Generator[None]:
-    """Check before and after the block that the GPUs of its trial are free; ``gpus`` as for
-    ``Launcher.launch``, and ``flag`` names the directory in a hint.
+    """Context manager: check before and after the block that the GPUs of a trial are free; ``gpus``
+    as for ``Launcher.launch``, and ``flag`` names the directory in a hint.
 
-    Raises MachineError if another user has its GPUs (not with ``allow_busy``), if the driver does
+    Raises MachineError if another user has the GPUs (not with ``allow_busy``), if the driver does
     not take their memory back, and for files that cannot be written.
     """
     is_watched = spec.device == "cuda" and not allow_busy
@@ -98,8 +98,8 @@ _LOOPBACK = "lo"
 
 
 def trial_environment(spec: TrialSpec, gpus: tuple[str, ...] | None = None) -> dict[str, str]:
-    """Environment of a trial's processes: the user's without what would change its memory, plus
-    what its settings need. ``gpus``: those that it sees; None: those that this process sees.
+    """Environment of a trial's processes: the user's without variables that change memory use, plus
+    those of the trial's settings. ``gpus``: the visible GPUs; None: this process's.
     """
     environment = clean_environment(spec.settings.allocator)
     if (spec.layout.machines or 1) > 1:  # other machines are not reached by the loopback
@@ -116,7 +116,7 @@ def trial_environment(spec: TrialSpec, gpus: tuple[str, ...] | None = None) -> d
 
 
 def clean_environment(allocator: Allocator) -> dict[str, str]:
-    """The user's environment without what would change GPU memory, with ``allocator`` set."""
+    """The user's environment without variables that change GPU memory; sets ``allocator``."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -197,7 +197,7 @@ class OneLaunch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLauncher(ABC):
-    """Launches trials on this machine, each in fresh processes and with a log of its own."""
+    """Launches trials on this machine, each in new processes and with its own log."""
 
     log_directory: Path
     timeout_s: float
@@ -209,7 +209,7 @@ class TrialLauncher(ABC):
     def launch(
         self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
     ) -> TrialResult:
-        """Run a trial, as ``Launcher`` says."""
+        """Run a trial; see ``Launcher.launch``."""
         spec, began = launch.spec, time.monotonic()
         place = trial_place(
             spec, gpus, allow_busy=self.allow_busy, log_directory=self.log_directory
@@ -240,9 +240,9 @@ def cache_directory(name: str, environment: Mapping[str, str] = os.environ) -> P
 
 @contextmanager
 def private_folder(parent: Path | None = None, *, kind: str = "") -> Generator[Path]:
-    """Make a folder below ``parent`` (default: the system's temporary folder), and remove it with
-    all its content when the block ends. ``kind`` becomes part of its name. Before the first folder
-    below a parent is made, folders that killed processes left there are removed.
+    """Context manager: make a folder below ``parent`` (default: the system's temporary folder), and
+    remove it with its content at the end. ``kind`` becomes part of its name. The first use of a
+    parent also removes folders there that killed processes left.
     """
     parent = (parent or Path(tempfile.gettempdir())).resolve()
     _remove_what_is_left(parent)
@@ -258,7 +258,7 @@ def private_folder(parent: Path | None = None, *, kind: str = "") -> Generator[P
 
 
 def _locked(folder: Path) -> int | None:
-    """Lock the folder until this process is gone; None if the file system has no locks."""
+    """Lock the folder for the life of this process; None if the file system has no locks."""
     unnamed = folder / f"{_LOCK}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:

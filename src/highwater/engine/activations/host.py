@@ -1,10 +1,10 @@
 """Activations in host memory: what a recomputed layer keeps, its input and perhaps its attention's
 output, is copied to the host in the forward pass and back one layer before it is needed.
 
-Copies run on a stream of their own. Memory of the device is freed once the computation's stream has
-waited for the copy, at the next layer: peaks depend on the order of layers, never on timing
-(``record_stream`` would make them depend on it). At most one layer's activations are on their way
-out, and one layer's on their way in beside those in use. Copies change no number.
+Copies run on a stream of their own. Device memory is freed after the compute stream has waited for
+the copy, at the next layer: peaks depend on the order of layers, never on timing (``record_stream``
+would make them depend on it). At most one layer's activations are on their way out, and one layer's
+on their way in beside those in use. Copies change no value.
 
 Host memory is mapped by this module, touched by several threads on the CPUs next to the GPU, and
 registered with CUDA: PyTorch's pinned allocator rounds up to powers of two, and first touch by one
@@ -47,28 +47,28 @@ class Kept:
         self._groups: deque[Sequence[Any]] = deque()
 
     def keep(self, tensors: Sequence[Any]) -> None:
-        """Keep one group of tensors; numbers and None may be among them."""
+        """Keep one group of tensors; ints, floats and None are allowed among them."""
         self._groups.append(tensors)
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is kept."""
+        """True if no group of tensors is left."""
         return not self._groups
 
     def take(self) -> Sequence[Any]:
-        """Return the oldest group, and keep it no longer."""
+        """Return the oldest group of tensors, and remove it."""
         return self._groups.popleft()
 
 
 class HostActivations:
-    """Host memory for the activations of one rank, and the layers whose backward pass is to come.
+    """Host memory for the activations of one rank, and its layers that await their backward pass.
 
-    All models of the rank share it: each goes forward and backward before the next.
+    All models of the rank share it: each runs forward and backward before the next.
     """
 
     def __init__(self, device: torch.device, *, layers_on_gpu: int, budget_bytes: int) -> None:
-        """``layers_on_gpu``: number of last layers whose activations stay, at least one: during its
-        backward pass the first ones come back. ``budget_bytes``: most host memory that is mapped.
+        """``layers_on_gpu``: number of last layers whose activations stay on the GPU, at least one:
+        its backward pass hides the first copy back. ``budget_bytes``: limit of mapped host memory.
         """
         assert layers_on_gpu > 0, "nothing comes back ahead of the last layer"
         self._layers_on_gpu = layers_on_gpu
@@ -125,7 +125,7 @@ class HostActivations:
             return checkpoint(layer, *arguments, **how, **keywords)
 
     def _begin(self, *, is_first: bool, is_on_host: bool) -> "_KeptOnHost":
-        """Begin a layer's forward pass; copies of the layer before have left the device by now."""
+        """Begin a layer's forward pass; the previous layer's copies have left the device by now."""
         self._release()
         while is_first and self._waiting:  # left by a pass whose backward pass never came
             self._waiting.pop().forget(self.memory)
@@ -134,7 +134,7 @@ class HostActivations:
         return kept
 
     def _bring(self, kept: "_KeptOnHost") -> None:
-        """Begin a layer's backward pass: have its activations here, and fetch the next layer's."""
+        """Begin a layer's backward pass: wait for its activations, start copying the next ones."""
         self._release()
         assert self._waiting, "a layer goes backward once"
         assert self._waiting[-1] is kept, "layers go backward in the opposite order"
@@ -146,7 +146,7 @@ class HostActivations:
             torch.cuda.current_stream().wait_event(came)
 
     def _release(self) -> None:
-        """Free tensors whose copies the computation waits for from now on."""
+        """Free device tensors whose copies the compute stream waits for from now on."""
         if self._leaving and self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._leaving.clear()
@@ -173,7 +173,7 @@ class HostActivations:
 
 
 class _KeptOnHost(Kept):
-    """Tensors that one layer keeps, in host memory if it has a ``host``."""
+    """Tensors that one layer keeps: in host memory if it is given ``host``, else on the device."""
 
     def __init__(self, host: HostActivations | None) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class _KeptOnHost(Kept):
             )
 
     def forget(self, memory: "PinnedPlaces") -> None:
-        """Free the host memory of tensors that will never be fetched."""
+        """Free the host memory of tensors that will never be fetched, without a backward pass."""
         for each in (each for group in self._groups for each in group):
             if isinstance(each, _OnHost):
                 memory.give(each.place)
@@ -206,7 +206,7 @@ class _KeptOnHost(Kept):
 
 
 class _Pinned:
-    """A piece of host memory."""
+    """A block of pinned host memory."""
 
     def __init__(self, memory: Tensor, free: Callable[[], object]) -> None:
         self.memory = memory
@@ -217,12 +217,12 @@ class _Pinned:
         return len(self.memory)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """View the place as the flat elements of a tensor of this dtype and size."""
+        """View the block as the flat elements of a tensor of this dtype and size."""
         return self.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
 
 
 class _OnHost(NamedTuple):
-    """A tensor in host memory."""
+    """A tensor copied to host memory, with its shape, strides, dtype and device."""
 
     place: _Pinned
     dtype: torch.dtype
@@ -232,7 +232,7 @@ class _OnHost(NamedTuple):
 
 
 class PinnedPlaces:
-    """Pieces of host memory, mapped when first needed and reused from then on."""
+    """Pool of pinned host memory blocks, mapped on first use and then reused."""
 
     def __init__(self, device: torch.device, *, budget_bytes: int) -> None:
         self._device = device
@@ -245,9 +245,9 @@ class PinnedPlaces:
         """Called whenever more is mapped."""
 
     def take(self, size: int) -> _Pinned:
-        """Return the smallest free place of at least so many bytes, or a new one.
+        """Return the smallest free block of at least ``size`` bytes, or a new one.
 
-        Raises what ``map_pinned`` raises.
+        Raises the errors of ``map_pinned``.
         """
         fitting = [place for place in self._free if place.bytes >= size]
         if fitting:
@@ -268,7 +268,7 @@ class PinnedPlaces:
         return _Pinned(memory, free)
 
     def give(self, place: _Pinned) -> None:
-        """Take a place back."""
+        """Return a block to the free ones."""
         self._free.append(place)
 
 
@@ -301,7 +301,7 @@ def map_pinned(
 
 
 def _touch(address: int, size: int, cpus: set[int]) -> None:
-    """Write zeros to all pages by several threads on these CPUs, beside which they then lie."""
+    """Write zeros to all pages by threads on these CPUs, so that pages are allocated near them."""
 
     def touch(start: int) -> None:
         os.sched_setaffinity(0, cpus)  # of this thread alone
@@ -328,7 +328,7 @@ def _cpus_beside(device: torch.device) -> set[int]:
 
 
 def _after_computation(stream: torch.cuda.Stream | None) -> Any:
-    """Context in which copies wait for all that the current stream has computed so far."""
+    """Return a context in which copies wait for all work that the current stream has launched."""
     if stream is None:
         return nullcontext()
     stream.wait_stream(torch.cuda.current_stream())
@@ -336,7 +336,7 @@ def _after_computation(stream: torch.cuda.Stream | None) -> Any:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """True if a tensor covers each place of its memory once, in any order of its dimensions."""
+    """True if a tensor covers a contiguous range of memory, in any order of its dimensions."""
     places = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -347,5 +347,5 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """View all numbers of a dense tensor in the order in which they lie in memory."""
+    """View all elements of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

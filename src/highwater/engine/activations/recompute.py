@@ -3,8 +3,8 @@ and run again in the backward pass. Also dropout, with a random stream for each 
 is the same in every run.
 
 No random numbers are drawn in passes without a gradient. Ranks that share a sequence hold different
-tokens of it, so no two need the same draws. Dropout inside attention would need that, and is
-refused before a trial starts (model/families.py).
+tokens of it, so that no two need equal random numbers. Dropout inside attention would need them,
+and is refused before a trial starts (model/families.py).
 """
 
 import hashlib
@@ -54,7 +54,7 @@ def draws_in_training(modules: nn.Module) -> bool:
     """True if any module draws random numbers in training, which a recomputation must repeat.
 
     Many families keep their dropout rate as an attribute for PyTorch's functional dropout. Noise on
-    a router's inputs ("jitter") counts whatever its rate, since some routers always sample.
+    a router's inputs ("jitter") counts even at rate 0, since some routers always sample.
     """
     return any(_draws(module) for module in modules.modules())
 
@@ -81,7 +81,7 @@ def recompute_layers(
     The wrapper goes on before FSDP, which then gathers a layer's parameters once for both its
     recomputation and its gradient. Results computed in the contexts of ``keeping`` may stay in
     memory: those of attention, the one part whose time is quadratic in the length. With ``host``
-    what a layer keeps lies in host memory.
+    the tensors that a layer keeps are in host memory.
     """
     # Without random draws no generator's state has to be saved for every layer.
     how: dict[str, Any] = {"preserve_rng_state": draws_in_training(layers)}

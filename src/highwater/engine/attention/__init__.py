@@ -1,1 +1,1 @@
-"""Data plane: exact attention, as fast kernels and as the plain reference that they must equal."""
+"""Data plane: exact attention, as fast kernels and as a plain reference to compare with."""

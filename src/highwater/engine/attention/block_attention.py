@@ -77,8 +77,8 @@ class Block(NamedTuple):
     def backward(
         self, gradient_BHQD: Tensor, output_BHQD: Tensor, log_sums_BHQ: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients of queries, keys and values from these keys' part of the softmax.
-        ``output`` and ``log_sums`` are those over all keys, which may be more than this block's.
+        """Return gradients of queries, BHQD, keys and values, BKLD, from this block's share of the
+        softmax. ``output`` and ``log_sums`` are those over all keys, of this and other blocks.
         """
         match self._operator:
             case "cudnn":
@@ -146,8 +146,8 @@ class WindowedBlock(NamedTuple):
     def backward(
         self, gradient_BHSD: Tensor, output_BHSD: Tensor, log_sums_BHS: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients of queries, keys and values from these keys' part of the softmax.
-        ``output`` and ``log_sums`` include whatever else is in the softmax, like sinks.
+        """Return gradients of queries, BHSD, keys and values, BKSD, from these keys' share of the
+        softmax. ``output`` and ``log_sums`` include everything in the softmax, such as sinks.
         """
         size = self.query_BHSD.shape[-1]
         found = aten._flash_attention_backward(
@@ -171,7 +171,7 @@ class WindowedBlock(NamedTuple):
 
 
 class VariedBlock(NamedTuple):
-    """Attention of each document's last queries over all its keys, in one flash call.
+    """Attention of each document's last queries over all its keys, in one call of flash attention.
 
     Shapes:  q queries of all documents  k keys of all documents  n documents
     """
@@ -186,7 +186,7 @@ class VariedBlock(NamedTuple):
     """True if a query sees only the keys up to its own position; else it sees all of them."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the output, qHD, and queries' log-sum-exp in the kernel's layout: Hq on a GPU."""
+        """Return the output, qHD, and log-sum-exps: Hq on a GPU; 1Hk, not causal 1Hq, on a CPU."""
         if self.query_qHD.device.type == "cpu":
             outputs, sums = zip(*(each.forward() for each in self._documents()), strict=True)
             return torch.cat(self._last(outputs)), torch.cat(sums, dim=-1)
@@ -265,16 +265,17 @@ class VariedBlock(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _borders_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the offsets at which documents begin, then the end of the last one, int32."""
+    """Return the offset of each document's first token, then their total length; int32."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def merge_(
     output_XD: Tensor, log_sums_X: Tensor, found: tuple[Tensor, Tensor], *, is_first: bool = False
 ) -> None:
-    """Merge the output over more keys into an output, in place, weighted by their log-sum-exp.
+    """Merge ``found``, a partial output and log-sum-exp over further keys, into ``output`` and
+    ``log_sums`` in place.
 
-    With ``is_first`` the output is overwritten: it may be uninitialised.
+    With ``is_first`` both are overwritten: they may be uninitialised.
     """
     partial, its_sums = found
     if is_first:
@@ -305,20 +306,20 @@ def _for_every_head(tensor_BKLD: Tensor, query_BHQD: Tensor) -> Tensor:
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an empty seed and offset, as no random numbers are drawn."""
+    """Return an empty seed and an empty offset for dropout, which is 0."""
     none = torch.empty(0, dtype=torch.long, device=query.device)
     return none, none
 
 
 class KeptByLayer(Protocol):
-    """Tensors that a layer keeps for its backward pass (engine/activations/host)."""
+    """Tensors that a layer keeps for its backward pass; see engine/activations/host."""
 
     def keep(self, tensors: Sequence[Any]) -> None:
-        """Keep one group of tensors."""
+        """Keep one group of tensors for the backward pass."""
         ...
 
     def take(self) -> Sequence[Any]:
-        """Return the oldest group, and keep it no longer."""
+        """Return the oldest group of tensors, and remove it."""
         ...
 
 
@@ -330,13 +331,13 @@ _KEPT: ContextVar[Keeping | None] = ContextVar("kept in recompute", default=None
 
 
 def attended(attend: Callable[[], Attended]) -> Attended:
-    """Return the result of ``attend``; in a recomputation the one kept from the forward pass."""
+    """Return the result of ``attend``; in a recomputation that kept from the forward pass."""
     kept = _KEPT.get()
     return attend() if kept is None else kept(attend)
 
 
 class _AsksKeeper(TorchDispatchMode):
-    """Makes PyTorch's own dense attention call ``attended`` where its operator runs."""
+    """Dispatch mode that makes PyTorch's own dense attention operators call ``attended``."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -367,8 +368,8 @@ def kept_in_recompute(
 
 @contextmanager
 def keeping(keep: Callable[[Attended], None]) -> Generator[None]:
-    """Context manager: pass attention outputs to ``keep``. A context around this one also keeps
-    them, or provides them.
+    """Context manager: pass attention outputs to ``keep``. If there is an outer context, it also
+    keeps the outputs, or provides them.
     """
     outer = _KEPT.get()
 
@@ -382,7 +383,7 @@ def keeping(keep: Callable[[Attended], None]) -> Generator[None]:
 
 
 def giving(take: Callable[[], Attended]) -> AbstractContextManager[None]:
-    """Return a context in which attention outputs are taken from ``take`` and not computed."""
+    """Context manager: take attention outputs from ``take`` instead of computing them."""
     return _set(lambda _: take())
 
 

@@ -4,7 +4,7 @@ FlexAttention's block mask is a table with rows of one width, once for blocks of
 transposed, for blocks of keys. PyTorch builds both from a table of all pairs of blocks; here they
 are filled from a BlockTable. Only a compiled FlexAttention reads these tables.
 
-A compiled kernel is used only after it gave the same as block-gather on small input.
+A compiled kernel is used only if its results equal those of block-gather on small input.
 
 Shapes:  N groups of heads, of all sequences  G query heads of a group  S tokens  D head size
          E pairs of blocks of a table
@@ -41,7 +41,7 @@ than taking the quadratic path."""
 @lru_cache(maxsize=16)
 @torch.inference_mode(mode=False)
 def block_mask(table: BlockTable) -> BlockMask:
-    """Return FlexAttention's mask for a table; cached, because every layer asks again."""
+    """Return FlexAttention's mask for a table; cached, because every layer calls this."""
     assert table.tables == 1, "one table for all heads"
     length = table.length_tokens
     keys = length if table.keys_below is None else min(length, table.keys_below)
@@ -90,7 +90,7 @@ def filled_mask(
 
 def sees_whole(bounds: BlockTable | TilePairs, token_E: Tensor, key_E: Tensor, size: int) -> Tensor:
     """True where each of ``size`` tokens from ``token_E`` on sees ``size`` keys from ``key_E`` on
-    by window and key range; causal order is not checked.
+    by the window and the range of keys; causality is not checked.
     """
     whole_E = key_E >= bounds.keys_from
     if bounds.keys_below is not None:
@@ -227,7 +227,7 @@ def obstacle(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Say why FlexAttention differs from block-gather on small input; None if it does not."""
+    """Reason why FlexAttention's results differ from block-gather on small input; None if equal."""
     sizes = ProofSizes(groups, PROVEN_BLOCKS * pattern.block_size + 1, head_dim, dtype, device)
     return flaw(partial(deviations, pattern, sizes), sizes)
 

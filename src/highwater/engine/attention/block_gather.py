@@ -98,7 +98,7 @@ def _of_one_length(
     scaling: float,
     attend_table: AttendTable,
 ) -> tuple[Tensor, Tensor, int]:
-    """Attend within documents of one length: output, log-sum-exp, and number of kept pairs."""
+    """Attend within documents of one length; returns output, log-sum-exp, number of kept pairs."""
     batch, kv_heads = key_BKSD.shape[:2]
     query_NGSD = query_BHSD.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     key_NSD, value_NSD = key_BKSD.flatten(0, 1), value_BKSD.flatten(0, 1)
@@ -137,7 +137,7 @@ def merged(passes: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 class _BlockGather(torch.autograd.Function):
-    """Autograd function for one table, which holds the scores of only a few rows at a time."""
+    """Autograd function for one block table; it holds the scores of only a few rows at a time."""
 
     @staticmethod
     def forward(
@@ -184,12 +184,12 @@ class _BlockGather(torch.autograd.Function):
 
 
 def exact(device: torch.device) -> AbstractContextManager[Any]:
-    """Context manager: disable autocast, which would round numbers that must stay wide here."""
+    """Context manager: disable autocast, which would round float32 values to 16 bits."""
     return torch.autocast(device.type, enabled=False)
 
 
 class _Rows(NamedTuple):
-    """Some rows of a table, and the key tiles that they keep."""
+    """Some rows of query tiles, and the key tiles that they keep."""
 
     pairs: TilePairs
     first: int
@@ -223,7 +223,7 @@ class _Rows(NamedTuple):
 
 
 def _rows_at_hand(pairs: TilePairs, heads: int) -> Iterator[_Rows]:
-    """Yield all rows, as many at a time as their scores fit into ``SCORES_AT_HAND``."""
+    """Yield all rows in groups, each as large as ``SCORES_AT_HAND`` scores allow."""
     counts = pairs.starts.diff().tolist()
     first = 0
     while first < len(counts):
@@ -259,7 +259,7 @@ class CutTensors(NamedTuple):
 
     @classmethod
     def of(cls, pairs: TilePairs, query_NGSD: Tensor, key_NSD: Tensor, value_NSD: Tensor) -> Self:
-        """Cut whole tensors into the tiles of these pairs."""
+        """Cut queries, keys and values of whole sequences into the tiles of ``pairs``."""
         keys = pairs.keys
         return cls(pairs.queries.cut(query_NGSD), keys.cut(key_NSD), keys.cut(value_NSD))
 
@@ -269,8 +269,8 @@ class CutTensors(NamedTuple):
         return torch.promote_types(self.query_NGRbD.dtype, torch.float32)
 
     def attended(self, pairs: TilePairs, scaling: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield some rows at a time: their slice, their output, NGrbD, and the log-sum-exp of each
-        query, NGrb, minus infinity if it sees no key; both wide.
+        """Yield, for some rows of tiles at a time, their slice, their output, NGrbD, and the
+        log-sum-exp of each query, NGrb, minus infinity if it sees no key; both in float32 or wider.
         """
         for rows in _rows_at_hand(pairs, self.query_NGRbD.shape[:2].numel()):
             with exact(self.query_NGRbD.device):
@@ -289,9 +289,9 @@ class CutTensors(NamedTuple):
         above_NGRb: Tensor,
         log_sums_NGRb: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients of queries, keys and values from these keys' part of the softmax, wide
-        or in the inputs' dtype. ``log_sums`` and ``above`` are over all keys; ``above`` is the
-        log-sum-exp's gradient minus the sum of the output times its gradient.
+        """Return gradients of queries, NGRbD, keys and values, NCbD, from these keys' share of the
+        softmax, in the inputs' dtype or wider. ``log_sums`` and ``above`` are over all keys;
+        ``above`` is the log-sum-exp's gradient minus the sum of the output times its gradient.
         """
         # contiguous: rows are added in place through views
         query_sum, key_sum, value_sum = (
@@ -325,7 +325,7 @@ class CutTensors(NamedTuple):
 
 
 def _add_(sum_NCbD: Tensor, rows: _Rows, parts_NrlD: Tensor) -> None:
-    """Add rows' parts to the sums of their gathered key tiles, in place; padded entries add 0."""
+    """Add rows' gradients to the sums of their key tiles, in place; padded entries are 0."""
     groups, tiles = sum_NCbD.shape[:2]
     groups_N11 = torch.arange(groups, device=sum_NCbD.device)[:, None, None]
     tiles_Nrc = rows.columns_Mrc + groups_N11 * tiles

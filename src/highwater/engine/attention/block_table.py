@@ -82,9 +82,9 @@ def block_tables(
     pattern: SparsePatternConfig, length_tokens: int, device: torch.device
 ) -> tuple[BlockTable, ...]:
     """Return a pattern's tables, whose outputs are merged: one table, and for ``global_local`` a
-    second, in which every token sees the first tokens. Cached, because every layer asks again.
+    second, in which every token sees the first tokens. Cached, because every layer calls this.
 
-    Raises UsageError for a ratio that the pattern's window contradicts.
+    Raises UsageError for a ratio that contradicts the pattern's window.
     """
     assert not pattern.follows_content, "its table is made of queries and keys"
     sparse_costs.kept_share(pattern, length_tokens)  # raises for a pattern that contradicts itself
@@ -109,7 +109,7 @@ def _by_ratio(pattern: SparsePatternConfig, length_tokens: int) -> tuple[BlockTa
 
 
 def _counts(rows_R: Tensor, ratio: float) -> Tensor:
-    """Number of blocks that each row keeps: the ratio of those up to its own, rounded up."""
+    """Number of key blocks kept by each row: the ratio times those up to its own, rounded up."""
     # rounding errors must not turn a whole number into the next one
     return torch.ceil(ratio * (rows_R + 1).double() - 1e-9).long().clamp(min=1)
 
@@ -122,7 +122,7 @@ def _entries(counts_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _drawn(row_E: Tensor, entry_E: Tensor, counts_R: Tensor, seed: int) -> Tensor:
-    """Return each row's own block, and one drawn from each of equal ranges of earlier blocks."""
+    """Return each row's own block, and one random block from each of equal ranges before it."""
     others_E = (counts_R - 1)[row_E].clamp(min=1)
     low_E = (entry_E * row_E).div(others_E, rounding_mode="floor")
     high_E = ((entry_E + 1) * row_E).div(others_E, rounding_mode="floor")
@@ -133,7 +133,7 @@ def _drawn(row_E: Tensor, entry_E: Tensor, counts_R: Tensor, seed: int) -> Tenso
 
 
 def _strided(row_E: Tensor, entry_E: Tensor, counts_R: Tensor) -> Tensor:
-    """Return half of a row's blocks as its last ones, half spread evenly over all before them."""
+    """Return half of a row's blocks as its last ones, half spread evenly over earlier ones."""
     near_E = (counts_R[row_E] + 1).div(2, rounding_mode="floor")
     far_E = (counts_R[row_E] - near_E).clamp(min=1)
     stride_E = (row_E - near_E + 1).div(far_E, rounding_mode="floor")
@@ -212,7 +212,7 @@ def _means(tensor_NSD: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Position of each tile's tokens, in the held tensor and in their document."""
+    """Positions of the tokens of each tile, in the tensor that is held and in their document."""
 
     size: int
     """Tokens of a full tile."""
@@ -233,7 +233,7 @@ class Tiles:
         return len(self.offsets_R)
 
     def _places(self) -> Tensor:
-        """Index of each token among the held ones, Rb; arbitrary behind a tile's last token."""
+        """Index of each tile's tokens in the tensor held, Rb; arbitrary after its last token."""
         within_b = torch.arange(self.size, device=self.places_R.device)
         return (self.places_R[:, None] + within_b * self.step).clamp(max=max(0, self.held - 1))
 
@@ -243,7 +243,7 @@ class Tiles:
         return within_b < self.counts_R[tiles][..., None]
 
     def cut(self, tensor_XTD: Tensor) -> Tensor:
-        """Cut a tensor of held tokens into tiles, XRbD; arbitrary behind a tile's last token."""
+        """Cut a tensor of held tokens into tiles, XRbD; arbitrary after a tile's last token."""
         if not self.in_order:
             return tensor_XTD[..., self._places(), :]
         rest = len(self) * self.size - self.held
@@ -251,11 +251,11 @@ class Tiles:
         return padded.unflatten(-2, (len(self), self.size))
 
     def cut_sums(self, tensor_XT: Tensor) -> Tensor:
-        """Cut a tensor with one number for each held token into tiles; XRb."""
+        """Cut a tensor with one value for each held token into tiles; XRb."""
         return self.cut(tensor_XT[..., None])[..., 0]
 
     def put_(self, whole_XTD: Tensor, tiles_XRbD: Tensor) -> None:
-        """Write tiles' values to their tokens in ``whole_XTD``; other tokens stay unchanged."""
+        """Write tiles' values to their tokens in ``whole_XTD``; other tokens are unchanged."""
         if self.in_order:
             whole_XTD.copy_(tiles_XRbD.flatten(-3, -2)[..., : self.held, :])
         else:
@@ -263,7 +263,7 @@ class Tiles:
             whole_XTD[..., self._places()[is_token_Rb], :] = tiles_XRbD[..., is_token_Rb, :]
 
     def joined(self, tiles_XRbD: Tensor) -> Tensor:
-        """Undo ``cut``: values of all held tokens, XTD, 0 for tokens that are in no tile."""
+        """Undo ``cut``: values of all held tokens, XTD; 0 for tokens in no tile."""
         if self.in_order:
             return tiles_XRbD.flatten(-3, -2)[..., : self.held, :]
         shape = (*tiles_XRbD.shape[:-3], self.held, tiles_XRbD.shape[-1])
@@ -274,7 +274,7 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)
 class TilePairs:
-    """Kept pairs of tiles, sorted by tile of queries, and which of their keys may be seen."""
+    """Kept pairs of a query tile and a key tile, sorted by query tile; and bounds on their keys."""
 
     queries: Tiles
     keys: Tiles
@@ -290,7 +290,7 @@ class TilePairs:
 
 
 def pairs_of(table: BlockTable) -> TilePairs:
-    """Return the tile pairs of a table for a sequence that is held whole."""
+    """Return the tile pairs of a table for a sequence that one rank holds whole."""
     length_tokens, size = table.length_tokens, table.block_size
     offsets_R = torch.arange(0, length_tokens, size, device=table.columns.device)
     counts_R = (length_tokens - offsets_R).clamp(max=size)

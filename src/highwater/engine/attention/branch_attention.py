@@ -1,10 +1,10 @@
 """Branch attention: dilated attention, block-sparse attention, or both, of sequences held whole or
 shared by a ring of ranks; exact, forward and backward, in plain PyTorch.
 
-Every rank keeps its queries. In step s it receives from rank ``r - s`` those keys and values that
-its queries see, no others (``branches``), while it computes with the ones before. Outputs are
-merged by their log-sum-exp, in float32 or wider. In the backward pass the same keys and values are
-sent again, and their gradients are sent back to the rank that owns them.
+Every rank keeps its queries. In step s it receives from rank ``r - s`` only those keys and values
+that its queries see (``branches``), while it computes with those of step s - 1. Outputs are merged
+by their log-sum-exp, in float32 or wider. In the backward pass the same keys and values are sent
+again, and their gradients are sent back to the rank that owns them.
 
 Shapes, per rank:  B sequences  H query heads  h those of a branch  K key/value heads  k those that
          it reads  T tokens held  D head size  n groups of a sequence's heads  N those of all
@@ -29,7 +29,7 @@ from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 
 class BranchHeads(NamedTuple):
-    """Query heads of a branch, and the key/value heads that they read."""
+    """Query heads of a branch, and the key/value heads that they attend to."""
 
     of_queries: slice
     sent_k: Tensor
@@ -41,7 +41,7 @@ class BranchHeads(NamedTuple):
 
     @classmethod
     def of(cls, branch: Branch, query_BHTD: Tensor, key_BKTD: Tensor) -> "BranchHeads":
-        """Find the heads of a branch for queries and keys of these shapes."""
+        """Find the branch's query heads and key/value heads, for tensors of these shapes."""
         heads, kv_heads = query_BHTD.shape[1], key_BKTD.shape[1]
         queries_h = torch.arange(heads)[branch.heads]
         sent_k, read_n = (queries_h // (heads // kv_heads)).unique(return_inverse=True)
@@ -60,7 +60,7 @@ class BranchHeads(NamedTuple):
         return own_BhTX.unflatten(1, (len(self.read_n), -1)).flatten(0, 1)
 
     def ungrouped(self, tensor_NGTX: Tensor, batch: int) -> Tensor:
-        """Undo ``grouped``, without adding the other heads; BhTX."""
+        """Put grouped heads, NGTX, back side by side as the branch's heads; BhTX."""
         return tensor_NGTX.unflatten(0, (batch, -1)).flatten(1, 2)
 
     def sent(self, tensor_BKTD: Tensor) -> Tensor:
@@ -68,11 +68,11 @@ class BranchHeads(NamedTuple):
         return tensor_BKTD if self.are_all else tensor_BKTD[:, self.sent_k]
 
     def read(self, tensor_BkTD: Tensor) -> Tensor:
-        """Return the keys or values that each group reads; NTD."""
+        """Return keys or values by group of query heads, repeated where groups share; NTD."""
         return (tensor_BkTD if self.are_all else tensor_BkTD[:, self.read_n]).flatten(0, 1)
 
     def add_read_(self, sum_BkTD: Tensor, gradients_NTD: Tensor) -> None:
-        """Add the groups' gradients to those of the key/value heads that they read."""
+        """Add gradients by group of query heads to those of their key/value heads, in place."""
         gradients_BnTD = gradients_NTD.unflatten(0, (len(sum_BkTD), -1)).to(sum_BkTD.dtype)
         if self.are_all:
             sum_BkTD += gradients_BnTD
@@ -102,12 +102,12 @@ class Sharing:
 
     @property
     def tensors(self) -> type[CutTensors]:
-        """Class that computes attention within tiles."""
+        """Class of tiled tensors that computes attention: by FlexAttention, or by gathered keys."""
         return FlexTensors if self.by_flex else CutTensors
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """This rank's number in the group; 0 without a group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
@@ -131,7 +131,7 @@ def branch_attention(
 
 
 class _Step(NamedTuple):
-    """One step of a branch: keys and values of one rank, and the pairs to compute with them."""
+    """One step of a branch: keys and values of one rank, and the tile pairs to compute."""
 
     exchange: Exchange
     source: int
@@ -139,7 +139,7 @@ class _Step(NamedTuple):
 
 
 class _Ring:
-    """One branch on this rank, and its exchanges with other ranks."""
+    """One branch of attention on this rank, and its exchanges of keys with other ranks."""
 
     def __init__(self, branch: Branch, sharing: Sharing, own: Sequence[Tensor]) -> None:
         self.sharing, self.branch = sharing, branch
@@ -149,7 +149,7 @@ class _Ring:
         self.own_2BkTD = torch.stack([self.heads.sent(each) for each in keys_and_values])
 
     def exchange(self, rank: int, source: int) -> Exchange:
-        """Return the work of ``rank`` with the keys of ``source``: tiles and tokens to send."""
+        """Return what ``rank`` computes with the keys of ``source``, and the tokens to send."""
         shared, pair = self.sharing, {"rank": rank, "source": source}
         own = (shared.layout, self.branch, shared.pattern)
         return exchange(*own, is_causal=shared.is_causal, **pair, device=self.device)
@@ -162,7 +162,7 @@ class _Ring:
         return pairs[0].queries if pairs and len(pairs[0].queries) else None
 
     def steps(self) -> Iterator[_Step]:
-        """Yield a step for this rank's own keys, then for those of each rank before it."""
+        """Yield a step for this rank's own keys, then a step for each preceding rank's keys."""
         rank, degree, group = self.sharing.rank, self.sharing.degree, self.sharing.group
         own = _Step(self.exchange(rank, rank), rank, self.own_2BkTD)
         coming: list[tuple[_Step, list[dist.Work], Tensor | None]] = [(own, [], None)]
@@ -184,8 +184,8 @@ class _Ring:
             yield at_hand
 
     def send_home_(self, step: _Step, gradients_2BktD: Tensor, sums_2BkTD: Tensor) -> None:
-        """Send the gradients of a step's keys and values to their owner, and add to this rank's
-        sums the gradients that another rank computed in the same step from this rank's keys.
+        """Send the gradients of a step's keys and values to their rank, and add to this rank's sums
+        the gradients that another rank computed from this rank's keys in the same step.
         """
         rank, degree, group = self.sharing.rank, self.sharing.degree, self.sharing.group
         if step.source == rank:
@@ -207,7 +207,7 @@ class _Ring:
 
 
 class _BranchAttention(torch.autograd.Function):
-    """Autograd function over all branches and steps, so that no step has a graph of its own."""
+    """Autograd function over all branches and steps together: no step keeps a graph."""
 
     @staticmethod
     def forward(
@@ -241,13 +241,13 @@ class _BranchAttention(torch.autograd.Function):
 
 
 class _HeadsAtHand(NamedTuple):
-    """Some key/value heads, and the query heads that read them."""
+    """Some key/value heads, and the query heads that attend to them."""
 
     of_queries: slice
     of_keys: slice
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Select these heads from queries, keys and values."""
+        """Select these heads from queries, keys and values, shaped BHTD and BKTD."""
         query, key, value = tensors
         return [query[:, self.of_queries], key[:, self.of_keys], value[:, self.of_keys]]
 
@@ -255,7 +255,7 @@ class _HeadsAtHand(NamedTuple):
 def _heads_at_hand(
     sharing: Sharing, query_BHTD: Tensor, key_BKTD: Tensor
 ) -> Iterator[_HeadsAtHand]:
-    """Yield all heads, as many at a time as memory allows; all at once if any rate is above 1."""
+    """Yield all heads in groups that fit in memory; all at once if any rate is above 1."""
     kv_heads, groups = key_BKTD.shape[1], query_BHTD.shape[1] // key_BKTD.shape[1]
     room = _QUERIES_AT_HAND // max(1, query_BHTD[:, :groups].numel())
     at_once = max(1, room) if all(each.rate == 1 for each in sharing.branches) else kv_heads
@@ -270,7 +270,7 @@ def _present(sharing: Sharing, query_BHTD: Tensor) -> Iterator[Branch]:
 
 
 def _forward(sharing: Sharing, own: Sequence[Tensor], wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Attention output over all branches, BHTD, and log-sum-exps, BHT; both wide."""
+    """Attention output over all branches, BHTD, and log-sum-exps, BHT; in float32 or wider."""
     query_BHTD = own[0]
     output_BHTD = torch.zeros_like(query_BHTD, dtype=wide)
     log_sums_BHT1 = torch.full_like(query_BHTD[..., :1], -torch.inf, dtype=wide)
@@ -313,7 +313,7 @@ def _put_branch_(
     *,
     is_alone: bool,
 ) -> None:
-    """Merge a branch's output into the total, in place; a branch that is alone overwrites it."""
+    """Merge a branch's output into the total, in place; the only branch overwrites it."""
     tiles, heads, batch = ring.queries, ring.heads, len(output_BHTD)
     assert tiles is not None
     output_NGRbD, log_sums_NGRb = found
@@ -329,7 +329,7 @@ def _put_branch_(
 
 
 def _merge_(output_XD: Tensor, log_sums_X: Tensor, found_XD: Tensor, its_sums_X: Tensor) -> None:
-    """Merge the output over more keys into an output, in place; a query may lack keys in either."""
+    """Merge the output over further keys into an output, in place; either may be over no key."""
     both_X = torch.logaddexp(log_sums_X, its_sums_X)
     finite_X = both_X.masked_fill(both_X == -torch.inf, 0.0)
     output_XD.mul_((log_sums_X - finite_X).exp()[..., None])
@@ -340,7 +340,7 @@ def _merge_(output_XD: Tensor, log_sums_X: Tensor, found_XD: Tensor, its_sums_X:
 def _backward(
     sharing: Sharing, own: Sequence[Tensor], for_queries: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of queries, keys and values over all branches, wide."""
+    """Return gradients of queries, keys and values over all branches, in float32 or wider."""
     upstream_BHTD, of_log_sums_BHT, output_BHTD, log_sums_BHT = for_queries
     wide = log_sums_BHT.dtype
     above_BHT = of_log_sums_BHT - (upstream_BHTD.to(wide) * output_BHTD).sum(-1)

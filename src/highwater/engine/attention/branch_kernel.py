@@ -26,7 +26,7 @@ def attend_branches(
     sharing: Sharing,
     implementation: SparseKernel = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Run ``branch_attention``, by FlexAttention if it is proven or asked for."""
+    """Run ``branch_attention``, by FlexAttention if that is requested, or proven on small input."""
     is_flex, pattern = implementation == "flex", sharing.pattern or _DENSE
     if implementation == "auto" and takes(query_BHTD.device, query_BHTD.dtype, pattern):
         reason = branches_obstacle(sharing, query_BHTD, key_BKTD.shape[1])
@@ -38,7 +38,7 @@ def attend_branches(
 
 
 def branches_obstacle(sharing: Sharing, query_BHTD: Tensor, kv_heads: int) -> str | None:
-    """Say why FlexAttention differs from gathered keys on small input; None if it does not."""
+    """Reason why FlexAttention differs from gathered keys on small input; None if equal."""
     block = (sharing.pattern or _DENSE).block_size
     sizes = ProofSizes(
         groups=query_BHTD.shape[1] // kv_heads,
@@ -60,7 +60,7 @@ def proof_of_branches(
     *,
     is_causal: bool,
 ) -> str | None:
-    """Run the proof, return its flaw or None; cached, because every layer of a model asks again."""
+    """Return why FlexAttention fails the proof, or None; cached, as every layer calls this."""
     return flaw(partial(branch_deviations, sizes, branches, pattern, is_causal=is_causal), sizes)
 
 
@@ -71,8 +71,8 @@ def branch_deviations(
     *,
     is_causal: bool = True,
 ) -> Iterator[float]:
-    """Yield norm-relative errors of FlexAttention to gathered keys, for two documents whose last
-    tiles are not full: output, log-sum-exp, gradients.
+    """Yield norm-relative errors of FlexAttention against gathered keys, on two documents whose
+    last tiles are not full: of output, log-sum-exp, gradients.
     """
     first = sizes.tokens // 3
     sharing = Sharing(

@@ -2,8 +2,8 @@
 tiles each rank computes with and which tokens other ranks send it.
 
 A branch cuts documents into rows: a whole document, or every r-th token of a segment of one. Each
-row is attended causally, in full or by a sparse pattern for its length; one rank and several give
-the same. Index arrays are made on the host, once for a layout, and cached.
+row is attended causally, in full or by a sparse pattern for its length; results do not depend on
+the number of ranks. Index arrays are made on the host, once for a layout, and cached.
 
 Shapes:  T tokens that a rank holds  B blocks of all rows  R tiles that a rank holds  E pairs of
          tiles
@@ -29,7 +29,7 @@ _DENSE_BLOCK = 128
 
 
 class Branch(NamedTuple):
-    """Rows of one segment length, rate and offset, for every ``rate``-th head from ``offset``."""
+    """Rows of tokens with one segment length, rate and offset, for every ``rate``-th head."""
 
     segment: int | None = None
     """Tokens of a segment; None: whole documents."""
@@ -38,7 +38,7 @@ class Branch(NamedTuple):
 
     @property
     def heads(self) -> slice:
-        """Query heads that use this branch."""
+        """Slice of the query heads that use this branch."""
         return slice(self.offset, None, self.rate)
 
     def row_lengths(self, document_lengths: Sequence[int]) -> Integers:
@@ -70,7 +70,7 @@ class Branch(NamedTuple):
 def dilated_branches(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], heads: int
 ) -> tuple[Branch, ...]:
-    """Return the branches of dilated attention (``dilated``): one for each offset of each rate."""
+    """Return the branches of dilated attention: one for each offset of each dilation rate."""
     return tuple(
         Branch(segment, rate, offset)
         for segment, rate in zip(segment_lengths, dilation_rates, strict=True)
@@ -79,7 +79,7 @@ def dilated_branches(
 
 
 class _Held(NamedTuple):
-    """Tiles of a branch that one rank holds, and the block (over all rows) that each is part of."""
+    """Tiles of a branch that one rank holds, and the block of each tile, counted over all rows."""
 
     tiles: Tiles
     blocks_R: Integers
@@ -111,9 +111,9 @@ def exchange(
     source: int,
     device: torch.device,
 ) -> Exchange:
-    """Find what ``rank`` computes with the keys of ``source``; without a pattern rows attend fully.
+    """Find the tile pairs of queries of ``rank`` and keys of ``source``; no pattern: all keys.
 
-    Raises UsageError for a ratio that the pattern's window contradicts.
+    Raises UsageError for a ratio that contradicts the pattern's window.
     """
     queries, keys = _held(layout, branch, pattern, rank), _held(layout, branch, pattern, source)
     found = [
@@ -219,7 +219,7 @@ def _tables_of_row(
 
 
 def _tile_pairs(every: _AllRows, queries: _Held, keys: _Held, *, is_causal: bool) -> TilePairs:
-    """Return the pairs of tiles of two ranks in which some query may see some key."""
+    """Return the pairs of a query tile and a key tile of which any query may see any key."""
     entries = every.starts_B[queries.blocks_R + 1] - every.starts_B[queries.blocks_R]
     query_E = np.repeat(np.arange(len(entries)), entries)
     block_E = every.columns_E[_runs(every.starts_B[queries.blocks_R], entries)]
@@ -247,7 +247,7 @@ def _sees(
     *,
     is_causal: bool,
 ) -> NDArray[np.bool_]:
-    """True where some token of the query tile may see some token of the key tile."""
+    """True where any token of the query tile may see any token of the key tile; shape E."""
     token_E, first_E = queries.offsets_R.numpy()[query_E], keys.offsets_R.numpy()[key_E]
     last_token_E = token_E + queries.counts_R.numpy()[query_E] - 1
     last_E = first_E + keys.counts_R.numpy()[key_E] - 1
@@ -278,7 +278,7 @@ def _on(pairs: TilePairs, device: torch.device) -> TilePairs:
 
 
 def refuse_content(pattern: SparsePatternConfig | None, around: str) -> None:
-    """Raise UsageError for a pattern that depends on content, which no rank knows beforehand."""
+    """Raise UsageError for a pattern that depends on keys' values, unknown beforehand."""
     if pattern is not None and pattern.follows_content:
         raise UsageError(
             f"block_top_k chooses keys by what is in them, and {around} has to know beforehand",

@@ -2,10 +2,10 @@
 
 Document lengths are known on the host, and a run of equal lengths becomes one batched kernel call:
 no document sees another, no mask is built, and nothing quadratic is stored. In a memory-only trial
-all but the last layers attend within short pieces: the same kernel, the same buffers, linear time
-(docs/decisions/006).
+all but the last layers attend within short pieces of documents: the same kernel, the same buffers,
+linear time (docs/decisions/006).
 
-Sinks are learned numbers, one for each query head. They take part in the softmax beside the keys
+Sinks are learned scalars, one for each query head. They take part in the softmax beside the keys
 but add no value, so the output is multiplied by the keys' share of the sum. In the backward pass a
 kernel needs no change: it is given the output and the log-sum-exp with the sink included.
 
@@ -45,12 +45,12 @@ def attend(
     kernel: Kernel,
     in_pieces: bool = False,
 ) -> Tensor:
-    """Causal attention of each document over itself, shape BSHD.
+    """Return causal attention of each document over itself, shape BSHD.
 
     Only ``kernel`` may run: if it cannot, PyTorch raises RuntimeError instead of taking the
     quadratic path. ``in_pieces`` is for memory-only trials: the kernel runs on the same tokens as a
-    batch of short pieces. It allocates what whole documents would, and its output is meaningless.
-    Documents that cannot be cut into pieces stay whole.
+    batch of short pieces. It allocates as much as for whole documents, and its output is
+    meaningless. Documents that cannot be cut into pieces stay whole.
     """
     assert query_BHSD.shape[0] == 1, "documents are packed into one row"
     assert sum(document_lengths) == query_BHSD.shape[2], (
@@ -126,7 +126,7 @@ def prove(
 
 
 def pieces_of(tokens: int, documents: int, device: torch.device) -> int:
-    """Return the number of pieces for a run of documents; ``documents`` if they cannot be cut."""
+    """Number of equal pieces for documents of ``tokens`` in all; ``documents`` if uncuttable."""
     assert device.type in ("cuda", "cpu")
     return max(documents, pieces(tokens, device.type) or 1)
 
@@ -145,7 +145,7 @@ _PRODUCTS_AT_HAND = 2**22
 
 
 def join_sinks_(output_BHSD: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> Tensor:
-    """Scale an output in place by the keys' share; return the log-sum-exp with sinks, BHS."""
+    """Scale an output in place to the keys' share; return log-sum-exps with sinks, BHS."""
     joint_BHS = torch.logaddexp(log_sums_BHS, sinks_H.to(log_sums_BHS.dtype)[:, None])
     output_BHSD.mul_((log_sums_BHS - joint_BHS).exp_()[..., None])
     return joint_BHS
@@ -154,10 +154,10 @@ def join_sinks_(output_BHSD: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> T
 def sink_gradient(
     gradient_BHSD: Tensor, output_BHSD: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor | None
 ) -> Tensor | None:
-    """Gradient of the sinks, H; None without any. ``output`` and ``log_sums`` include the sinks.
+    """Gradient of the sinks, H; None without sinks. ``output`` and ``log_sums`` include the sinks.
 
-    A score's gradient is its weight times how far its value is above the mean. A sink's value is 0,
-    and the mean is the output.
+    A score's gradient is its weight times its value less the mean value (both times the output's
+    gradient). A sink's value is 0, and the mean value is the output.
     """
     if sinks_H is None:
         return None

@@ -29,7 +29,7 @@ Normalisation = Literal["softmax", "groups"]
 
 
 class Segments(NamedTuple):
-    """Segments of one length, and their heads and tokens that attend."""
+    """Segments of one length, and the heads and tokens in them that attend."""
 
     heads: slice
     start: int
@@ -40,13 +40,13 @@ class Segments(NamedTuple):
     """Tokens of a segment that attend."""
 
     def of(self, tensor_BHSn: Tensor) -> Tensor:
-        """View the part of a tensor that attends: BnHl and the remaining dimensions."""
+        """View the tokens and heads of a tensor that attend: BnHl, then further dimensions."""
         stop = self.start + self.segments * self.length
         row = tensor_BHSn[:, self.heads, self.start : stop]
         return row.unflatten(2, (self.segments, self.length)).transpose(1, 2)[..., self.tokens, :]
 
     def sums_of(self, tensor_BHS: Tensor) -> Tensor:
-        """View the part that attends of a tensor with one number for each token; BnHl."""
+        """View the tokens and heads of BHS sums, one value for each token, that attend; BnHl."""
         return self.of(tensor_BHS[..., None])[..., 0]
 
 
@@ -62,11 +62,11 @@ def dilated_attention(
     kernel: Kernel = "flash",
     normalisation: Normalisation = "softmax",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each sequence over itself, BHSD, and the log-sum-exp of each query, BHS, minus
-    infinity for a query in no branch; the log-sum-exp has no gradient.
+    """Return attention of each sequence over itself, BHSD, and the log-sum-exp of each query, BHS,
+    minus infinity for a query in no branch; the log-sum-exp has no gradient.
 
     Default segments and rates are the published ones: half the length and all of it, rates 1 and 2.
-    With ``normalisation="groups"`` each branch has a group of heads, its values are divided by
+    With ``normalisation="groups"`` each branch has a group of heads, its outputs are divided by
     their sum over the sequence, and the log-sum-exp is all zeros.
 
     Raises UsageError for invalid segments and rates.
@@ -92,7 +92,7 @@ def dilated_attention(
 
 
 def _parts(heads: slice, length: int, segment: int, tokens: slice) -> Iterator[Segments]:
-    """Yield the whole segments, then the rest of the sequence if there is any."""
+    """Yield the full segments, then the shorter rest of the sequence, if there is one."""
     segments = length // segment
     if segments:
         yield Segments(heads, 0, segments, segment, tokens)
@@ -126,7 +126,7 @@ def _by_groups(
 
 
 class _Branches(torch.autograd.Function):
-    """Autograd function over all parts; their backward passes use the merged output and sums."""
+    """Autograd function over all segments; backward passes use the merged output and sums."""
 
     @staticmethod
     def forward(

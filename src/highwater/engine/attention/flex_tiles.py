@@ -44,8 +44,8 @@ class FlexTensors(CutTensors):
         above_NGRb: Tensor,
         log_sums_NGRb: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients as ``CutTensors.gradients`` does. The forward pass over these keys runs
-        again, and its output gets the share of the gradient that its keys have in the softmax.
+        """Return gradients like ``CutTensors.gradients``. The forward pass over these keys is
+        repeated; its output's gradient is scaled by the share of the softmax that these keys have.
         """
         inputs = [each.detach().requires_grad_() for each in self._flat()]
         with torch.enable_grad(), exact(self.query_NGRbD.device):
@@ -64,7 +64,7 @@ class FlexTensors(CutTensors):
         return query, key, value
 
     def _flat(self) -> Iterator[Tensor]:
-        """Queries, NGSD, keys and values, NSD, with tiles joined to one row."""
+        """Yield queries, NGSD, keys and values, NSD, with the tiles concatenated."""
         return (each.flatten(-3, -2) for each in self)
 
     @staticmethod
@@ -82,7 +82,7 @@ class FlexTensors(CutTensors):
 @lru_cache(maxsize=64)
 @torch.inference_mode(mode=False)
 def tile_mask(pairs: TilePairs) -> BlockMask:
-    """Return FlexAttention's mask for pairs of tiles; cached, because every layer asks again."""
+    """Return FlexAttention's mask for pairs of tiles; cached, because every layer calls this."""
     assert len(pairs.columns) == 1, "one table for all heads"
     queries, keys = pairs.queries, pairs.keys
     row_E = torch.repeat_interleave(torch.arange(len(queries)), pairs.starts.diff())
@@ -131,7 +131,7 @@ def _is_seen(pairs: TilePairs) -> IsSeen:
 
 
 def _positions(tiles: Tiles, of_none: int) -> Tensor:
-    """Position in its document of each token of all tiles, int32; ``of_none`` without a token."""
+    """Position in its document of each tile's tokens, int32; ``of_none`` where there is none."""
     within_b = torch.arange(tiles.size, device=tiles.offsets_R.device)
     positions_Rb = tiles.offsets_R[:, None] + within_b
     is_token_Rb = tiles.is_token(slice(None))

@@ -1,20 +1,20 @@
 """Gated delta rule: linear attention whose state forgets, packed documents apart, with the short
 convolution before it and the gated norm behind it.
 
-A head has a state of D x V numbers, zero where a document begins. Each token scales it by exp(g),
-replaces the part beta of what it has for the token's key by the token's value, and reads it with
-the token's query. The recurrence goes by chunks: within one it is a triangular system. Chunks lie
-in the row whatever its documents are; masks keep those apart, so that a row of many short documents
-costs as much as a long one.
+A head has a state of D x V elements, zero where a document begins. Each token scales it by exp(g),
+replaces the fraction beta of the state's value for the token's key by the token's value, and reads
+it with the token's query. The recurrence is computed by chunks, a triangular system in each. Chunks
+ignore the borders of documents; masks keep documents apart, so that a row of many short documents
+costs as much as one long document.
 
-Forward and backward go by groups of chunks. What is kept are the inputs and the state in front of
-each group; the backward pass computes a group again. Memory is linear in the tokens.
+Forward and backward passes go by groups of chunks. The inputs and the state before each group are
+kept; the backward pass recomputes each group. Memory is linear in the tokens.
 
-Ranks of a ring each hold a slice of the row, one after the other. What a slice does to a state that
-crosses it is affine, ``S' = M S + A``: A is the state behind it if zero is in front, and M is what
-the recurrence makes of the unit matrix while no values come. Ranks gather A and M of all, 4 D (D +
-V) bytes a head whatever the length, and each one finds the state in front of its slice. The
-backward pass does the same with M^T, from the last slice to the first.
+Ranks of a ring hold consecutive slices of the row. A slice maps the state before it to the state
+after it by ``S' = M S + A``: A is the state after it if that before is zero, and M is the result
+for the unit matrix without any values. Ranks gather all A and M, 4 D (D + V) bytes a head whatever
+the length, and each computes the state before its slice. The backward pass does the same with M^T,
+from the last slice to the first.
 
 Shapes:  S packed tokens  s tokens of a group  H value heads  G key heads (of queries too)  D size
          of a key head  V size of a value head  C channels of the convolution, 2 G D + H V  W taps
@@ -50,7 +50,7 @@ class DeltaHeads(NamedTuple):
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """Channels of queries, keys and values, in this order."""
+        """Number of channels of queries, of keys and of values."""
         keys = self.key_heads * self.key_size
         return keys, keys, self.value_heads * self.value_size
 
@@ -68,11 +68,11 @@ def gated_delta(
     norm_epsilon: float,
     ring: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the heads' outputs, SHV, normed and gated, in the dtype of ``qkv_SC``.
+    """Return the heads' outputs, SHV, normalised and gated, in the dtype of ``qkv_SC``.
 
-    ``qkv_SC`` is the projection's output. ``log_decay_SH`` is the logarithm of the state's factor,
-    0 or less; it and ``beta_SH`` are in float32 or wider. Documents cover the whole row, of which
-    each rank of the ``ring`` has a slice of equal length, in the order of the ranks.
+    ``qkv_SC`` is the projection's output. ``log_decay_SH`` is the logarithm of the state's decay
+    factor, 0 or less; it and ``beta_SH`` are in float32 or wider. Documents cover the whole row, of
+    which each rank of the ``ring`` has a slice of equal length, in the order of the ranks.
     """
     tokens, (rank, ranks) = len(qkv_SC), (0, 1) if ring is None else _place_in(ring)
     assert sum(document_lengths) == tokens * ranks, "documents are all of the row"
@@ -95,7 +95,7 @@ DeltaPass = Literal["forward", "backward", "forward across", "backward across"]
 
 
 class DeltaPlan(NamedTuple):
-    """The inputs of a pass other than its tensors."""
+    """Everything that a pass needs besides tensors: documents, heads, slice."""
 
     heads: DeltaHeads
     documents_S: Tensor
@@ -108,9 +108,8 @@ class DeltaPlan(NamedTuple):
     """Ranks that have a slice of the row each; None if this rank has the whole row."""
 
     def groups(self, of: DeltaPass = "forward") -> Iterable[tuple[int, slice]]:
-        """Numbers of the groups with their slices of the row, the last first in a backward pass.
-        All passes go through these groups: the tracer lets one stand for all
-        (engine/tracer/kernel_stubs.py).
+        """Number and slice of the row of each group, the last first in a backward pass. All passes
+        use these groups: the tracer computes one of them for all (engine/tracer/kernel_stubs.py).
         """
         tokens, each = len(self.documents_S) - self.lead, DELTA_GROUP_TOKENS
         starts = range(0, tokens, each)
@@ -119,7 +118,7 @@ class DeltaPlan(NamedTuple):
 
 
 class _GatedDelta(torch.autograd.Function):
-    """Autograd function over all groups."""
+    """Autograd function over all groups of chunks."""
 
     @staticmethod
     def forward(ctx: Any, plan: DeltaPlan, *tensors: Tensor) -> Tensor:
@@ -194,7 +193,7 @@ def _with_leads(plan: DeltaPlan, of_qkv_SC: Tensor, taps: int) -> Tensor:
 
 
 def _crossed(plan: DeltaPlan, tensors: Sequence[Tensor], zero_HDV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the state A that the slice adds, HDV, and the matrix M that moves a state, HDD."""
+    """Return the state A that a slice adds, HDV, and its matrix M from old to new state, HDD."""
     sizes = zero_HDV.shape[2], plan.heads.key_size
     unit_DD = torch.eye(sizes[1], dtype=zero_HDV.dtype, device=zero_HDV.device)
     both_HDX = torch.cat((zero_HDV, unit_DD.expand(len(zero_HDV), -1, -1)), dim=-1)
@@ -222,7 +221,7 @@ def _carried(
 def _state_gradient(
     plan: DeltaPlan, place: slice, inputs: Sequence[Tensor], gradients: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Compute a group again, and return only the gradient of the state before it."""
+    """Recompute a group, and return only the gradient of the state before it."""
     state_HDV = inputs[-1].detach().requires_grad_()
     with torch.enable_grad():
         found = _of_group(plan, place, (*inputs[:-1], state_HDV))
@@ -236,8 +235,8 @@ def _add_gradients(
     gradients: tuple[Tensor, Tensor],
     whole: Sequence[Tensor],
 ) -> Tensor:
-    """Compute a group again and add its gradients to those of the slice, of the tokens before it
-    and of the weights. Returns the gradient of the state before the group.
+    """Recompute a group and add its gradients to those of the slice, of the tokens before it and of
+    the weights. Returns the gradient of the state before the group.
     """
     inputs[4:6] = (each.to(inputs[6].dtype) for each in inputs[4:6])
     leaves = [each.detach().requires_grad_() for each in inputs]
@@ -264,7 +263,7 @@ def _cut(plan: DeltaPlan, tensors: Sequence[Tensor], place: slice) -> list[Tenso
 
 def _of_group(plan: DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return a group's outputs, sHV, and the state after it, from the state before it. A state with
-    extra columns, which no values enter, gives no outputs.
+    extra columns, without values, gives no outputs (None).
     """
     qkv_sC, gate_sHV, log_decay_sH, beta_sH, convolution_CW, norm_V, state_HDV = inputs
     heads, wide = plan.heads, log_decay_sH.dtype
@@ -295,7 +294,7 @@ def _of_group(plan: DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[
 
 
 def _convolved(x_sC: Tensor, convolution_CW: Tensor, documents_s: Tensor) -> Tensor:
-    """Return each token's channels convolved over the token and those before it in its document."""
+    """Convolve each channel over a token and the tokens before it in its document; sC."""
     taps = convolution_CW.shape[1]
     found_sC = x_sC * convolution_CW[:, -1]
     for back in range(1, min(taps, len(x_sC))):
@@ -355,7 +354,7 @@ def _by_recurrence(
 
 
 def _normed(plan: DeltaPlan, out_sHV: Tensor, gate_sHV: Tensor, norm_V: Tensor) -> Tensor:
-    """Return outputs divided by their heads' root mean square, weighted and gated."""
+    """Divide outputs by their heads' root mean square, then weight and gate them; sHV."""
     scale_sH1 = (out_sHV.square().mean(-1, keepdim=True) + plan.norm_epsilon).rsqrt()
     gated_sHV = out_sHV * scale_sH1 * norm_V * F.silu(gate_sHV.to(out_sHV.dtype))
     return gated_sHV.to(gate_sHV.dtype)

@@ -1,5 +1,5 @@
-"""Kernel proofs: compare compiled kernels with the plain path on small input before they are used.
-Flash attention must compute sliding windows, FlexAttention the same as gathered keys.
+"""Kernel proofs: compare compiled kernels with the plain path on small input before they are used:
+flash attention's sliding windows, and FlexAttention against gathered keys.
 
 Shapes:  H query heads  K key/value heads  S tokens  D head size
 """
@@ -25,9 +25,9 @@ that is off by one token gives 0.1."""
 
 @lru_cache(maxsize=64)
 def computes_windows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """True if flash attention computes windows of this head size here, output and every gradient.
+    """True if flash attention computes windows of this head size correctly on this device.
 
-    If False, the plain path computes them, on the same device.
+    The output and every gradient are compared. If False, the plain path computes windows.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -81,10 +81,10 @@ class ProofSizes(NamedTuple):
 
 
 def flaw(deviations: Callable[[], Iterator[float]], sizes: ProofSizes) -> str | None:
-    """Say why two attentions differ, or why one does not run; None if they agree.
+    """Reason why two attentions differ, or why one fails to run; None if they agree.
 
     The caller may be inside a recomputed layer, whose hooks would take the proof's tensors for the
-    layer's, or under autocast. So the proof runs in a thread of its own, which has neither.
+    layer's, or under autocast. So the proof runs in a new thread, without either.
     """
     found: list[str | None] = []
     current = torch.cuda.current_device() if sizes.device.type == "cuda" else None

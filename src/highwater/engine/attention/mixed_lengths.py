@@ -1,12 +1,12 @@
 """Mixed lengths: causal attention of a packed row whose documents differ in length, in few kernel
 calls of few shapes, forward and backward.
 
-cuDNN is the fastest kernel for long documents, but makes a plan for every shape that it meets:
-about 0.1 s each, and a quarter of a megabyte of the GPU that is never freed
-(docs/results/mixed_lengths). Flash attention takes documents of any lengths in one call, but is
-slower on long ones. So the queries of a long document up to a multiple of a sixteenth of its size
-go through cuDNN (its "front"); the few left over go through flash attention in one call, and those
-of all short documents in another. No query is computed twice, and nothing is padded.
+cuDNN is the fastest kernel for long documents, but makes a plan for every new shape: about 0.1 s
+each, and a quarter of a megabyte of GPU memory that is never freed (docs/results/mixed_lengths).
+Flash attention takes documents of any lengths in one call, but is slower on long ones. So the
+queries of a long document up to a multiple of a sixteenth of its size go through cuDNN (its
+"front"); the few left over go through flash attention in one call, and those of all short documents
+in another. No query is computed twice, and nothing is padded.
 
 Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size  q queries of a call
          k keys of a call  n documents of a call
@@ -54,12 +54,12 @@ class SharedCall(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """Start and stop in the row of all keys."""
+        """Start and stop, in the row, of the keys of all documents in the call."""
         return self.keys[0][0], self.keys[-1][1]
 
 
 class Calls(NamedTuple):
-    """Kernel calls for a row: together they compute each query once."""
+    """Kernel calls for a packed row: together they compute each query once."""
 
     fronts: tuple[Front, ...]
     shared: tuple[SharedCall, ...]
@@ -67,7 +67,7 @@ class Calls(NamedTuple):
 
 @lru_cache(maxsize=8)
 def calls_of(document_lengths: tuple[int, ...], *, long_tokens: int | None) -> Calls:
-    """Plan the calls for a row of these documents; ``long_tokens=None``: flash attention alone."""
+    """Plan the calls for a row of documents; ``long_tokens=None``: only flash attention."""
     fronts: list[Front] = []
     shared: list[list[tuple[tuple[int, int], tuple[int, int]]]] = []
     row_tokens, taken = sum(document_lengths), 0
@@ -125,7 +125,7 @@ class _How(NamedTuple):
 
 
 class _Mixed(torch.autograd.Function):
-    """Autograd function over all documents, so that no kernel call has a graph of its own."""
+    """Autograd function over all documents together: no kernel call keeps a graph."""
 
     @staticmethod
     def forward(
@@ -175,7 +175,7 @@ class _Gradients:
         self._of_fronts: list[tuple[Front, list[Tensor]]] = []
 
     def add_front(self, front: Front, gradients_QXD: list[Tensor]) -> None:
-        """Add a front's gradients; its keys' wait for the document's remaining queries, if any."""
+        """Add a front's gradients; those of its keys wait for the rest of the document, if any."""
         query, *others = gradients_QXD
         self._parts[0].append((front.start, query))
         if front.is_whole:
@@ -185,7 +185,7 @@ class _Gradients:
             self._of_fronts.append((front, others))
 
     def add_shared(self, call: SharedCall, gradients_kXD: list[Tensor]) -> None:
-        """Add a shared call's gradients, and the waiting ones of fronts among its keys."""
+        """Add a shared call's gradients, and waiting gradients of fronts that share its keys."""
         query, *others = gradients_kXD
         for row, own in _places(call):
             self._parts[0].append((row.start, query[own]))
@@ -251,7 +251,7 @@ def _shared(call: SharedCall, rows: RowTensors, scaling: float) -> VariedBlock:
 
 
 def _of_queries(row_SHD: Tensor, call: SharedCall) -> Tensor:
-    """Return a call's queries, next to each other: qHD."""
+    """Return the queries of a call, concatenated: qHD."""
     parts = [row_SHD[row] for row, _ in _places(call)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -272,8 +272,8 @@ def _places(call: SharedCall) -> list[tuple[slice, slice]]:
 
 
 def _rows_of(*tensors_BXSD: Tensor) -> RowTensors:
-    """View tensors as rows of tokens, SXD, with a token's heads side by side, as projections return
-    them. cuDNN keys its plans by strides, which in another order would depend on the row's length.
+    """View tensors as rows of tokens, SXD, with a token's heads adjacent, as projections return
+    them: cuDNN's plans depend on strides, which otherwise would depend on the row's length.
     """
     query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors_BXSD)
     rows = (query, key, value)
@@ -282,7 +282,7 @@ def _rows_of(*tensors_BXSD: Tensor) -> RowTensors:
 
 
 def _by_heads(row_QXD: Tensor, count: int) -> Tensor:
-    """View a row as a batch of ``count`` documents, or pieces of one: BXQD."""
+    """View a row as a batch of ``count`` equal documents or pieces: BXQD."""
     return row_QXD.unflatten(0, (count, -1)).transpose(1, 2)
 
 

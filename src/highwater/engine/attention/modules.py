@@ -2,9 +2,9 @@
 shared by the ranks of a group.
 
 Queries, keys and values are (batch, length, heads, head_dim), like those of the package
-dilated-attention-pytorch; keys and values may have fewer heads. A module keeps nothing of a call,
+dilated-attention-pytorch; keys and values may have fewer heads. A module stores nothing of a call,
 so DataParallel's replicas, which are threads, are independent. Fused kernels need a GPU of compute
-capability 8.0 and 16-bit numbers; otherwise plain PyTorch computes the same.
+capability 8.0 and 16-bit dtypes; otherwise plain PyTorch computes the same.
 
 Shapes:  B batch  T length, or this rank's share of it  H query heads  K key/value heads  D head_dim
 """
@@ -39,7 +39,7 @@ Shares = Literal["contiguous", "zigzag"]
 
 
 class _AttentionModule(nn.Module):
-    """Common part of the modules: the scale, and checks of arguments."""
+    """Base of the attention modules: the scale, and checks of arguments."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class _AttentionModule(nn.Module):
         is_causal: bool = True,
         document_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Attend by branches over a whole sequence or this rank's share of one; BHTD."""
+        """Attend by branches, over whole sequences or this rank's share of each; BHTD."""
         sharing = Sharing(
             layout=self._layout(inputs[0].shape[2], document_lengths),
             branches=branches,
@@ -258,7 +258,7 @@ class BlockSparseRingDilatedAttention(_AttentionModule):
 
 
 def is_fused(query: Tensor) -> bool:
-    """True if a fused kernel takes these queries; the CPU's kernel takes any."""
+    """True if a fused kernel supports these queries; on the CPU it always does."""
     if query.device.type == "cpu":
         return True
     is_small = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= _FLASH_HEAD

@@ -2,7 +2,7 @@
 
 A run of documents of one length is one call: of flash attention within a window on a GPU, if its
 proof passed (``kernel_proof``); of the hardware's own kernel for documents no longer than the
-window; of ``wide_block`` for heads wider than that takes; else of ``plain_block``. Nothing
+window; of ``wide_block`` for heads that are too wide for it; else of ``plain_block``. Nothing
 quadratic is stored.
 
 Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size  d documents of a run
@@ -40,11 +40,11 @@ class Pattern:
     """One score for each query head that joins the softmax without a value; None: no sinks."""
 
     def cuts(self, length_tokens: int) -> bool:
-        """True if the last token of a document of this length does not read all others."""
+        """True if the window is shorter than a document of ``length_tokens``."""
         return self.window_tokens is not None and self.window_tokens < length_tokens
 
     def is_fused_up_to(self, length_tokens: int) -> bool:
-        """True if the hardware's own kernel computes documents up to this length, sinks aside."""
+        """True if the hardware's fused kernel computes documents of this length (sinks aside)."""
         return not (self.soft_cap or self.is_wide or self.cuts(length_tokens))
 
     def is_dense_up_to(self, length_tokens: int) -> bool:
@@ -59,7 +59,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """Documents of one attention call, their pattern and kernel."""
+    """Lengths of the documents of one attention call, with their pattern and kernel."""
 
     lengths: tuple[int, ...]
     pattern: Pattern
@@ -98,14 +98,14 @@ class _SameLength(NamedTuple):
     documents: int
 
     def of(self, tensor_BXSn: Tensor) -> Tensor:
-        """View these documents' part of a tensor: dXl and the remaining dimensions."""
+        """View these documents' part of a tensor: dXl, then any further dimensions."""
         row_XSn = tensor_BXSn[0, :, self.start : self.stop]
         return row_XSn.unflatten(1, (self.documents, -1)).transpose(0, 1)
 
     def block(
         self, documents: Documents, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor
     ) -> Block | WindowedBlock | PlainBlock:
-        """Return these documents' attention block, of the kernel that computes them."""
+        """Return these documents' attention block, for the kernel that can compute it."""
         pattern, device = documents.pattern, query_BHSD.device
         tensors = (self.of(query_BHSD), self.of(key_BKSD), self.of(value_BKSD))
         if pattern.is_fused_up_to((self.stop - self.start) // self.documents):
@@ -132,7 +132,7 @@ def _runs(documents: Documents, device: torch.device) -> Iterator[_SameLength]:
 
 
 class _Patterned(torch.autograd.Function):
-    """Autograd function over all documents, so that no run has a graph of its own."""
+    """Autograd function over all documents together: no run keeps a graph."""
 
     @staticmethod
     def forward(
@@ -187,7 +187,7 @@ def _forward(
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
-    """Join the runs' parts, dXlD or dXl, to one row: BXSD, each token's heads together, or BXS."""
+    """Concatenate the runs' parts, dXlD or dXl, to one row: BXSD, dense by tokens, or BXS."""
     if parts[0].ndim == 3:
         rows_XS = [part.transpose(0, 1).flatten(1) for part in parts]
         return (rows_XS[0] if len(rows_XS) == 1 else torch.cat(rows_XS, dim=1))[None]

@@ -1,11 +1,12 @@
 """Plain blocks: attention within a window, or with capped scores, in plain PyTorch, some rows of
 queries at a time, forward and backward, in any dtype and on any device.
 
-The rows at hand read one stretch of keys, so nothing is gathered. Scores held at once are bounded
-for any length, and memory is linear in it. Scores and sums are in float32 or wider.
+The rows at hand, those computed together, read one contiguous stretch of keys, so that no key is
+gathered. The number of scores in memory has a bound, and memory is linear in the length. Scores and
+sums are in float32 or wider.
 
-Beside them the reference that every attention must equal: the textbook formula in float64, document
-by document. It is quadratic in memory on purpose: only tests and benchmarks use it.
+Also here: the reference that every attention must equal, the textbook formula in float64. It is
+quadratic in memory on purpose: only tests and benchmarks use it.
 
 Shapes:  B documents  H query heads  K key/value heads  G query heads of each: H/K  S tokens of a
          document, or of a packed row  r rows at hand  l keys that they read  D head size
@@ -23,7 +24,7 @@ from highwater.nouns.layout import stretch
 
 
 class PlainBlock(NamedTuple):
-    """Documents of one length, each of which attends to itself."""
+    """Documents of one length, each of which attends causally to itself."""
 
     query_BHSD: Tensor
     key_BKSD: Tensor
@@ -47,8 +48,8 @@ class PlainBlock(NamedTuple):
     def backward(
         self, gradient_BHSD: Tensor, output_BHSD: Tensor, log_sums_BHS: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients of queries, keys and values from these keys' part of the softmax.
-        ``output`` and ``log_sums`` include whatever else is in the softmax, like sinks.
+        """Return gradients of queries, BHSD, keys and values, BKSD, from these keys' share of the
+        softmax. ``output`` and ``log_sums`` include everything in the softmax, such as sinks.
         """
         sums = (
             torch.zeros_like(self.query_BHSD),
@@ -62,8 +63,8 @@ class PlainBlock(NamedTuple):
         return query_gradient, key_gradient.to(dtype), value_gradient.to(dtype)
 
     def _attend_(self, rows: "RowsAtHand", output_BHSD: Tensor, log_sums_BHS: Tensor) -> None:
-        """Write the output of these rows. Like ``_add_gradients_`` it is a method of its own, so
-        that its buffers are freed before the next rows need theirs.
+        """Write the output of these rows. Like ``_add_gradients_`` this is a separate method, so
+        that its buffers are freed before the next rows allocate theirs.
         """
         scores_BKGrl = self._hide_(self._scores(rows), rows)
         most_BKGr1 = scores_BKGrl.amax(-1, keepdim=True)
@@ -110,8 +111,8 @@ class PlainBlock(NamedTuple):
         return torch.promote_types(self.query_BHSD.dtype, torch.float32)
 
     def _rows(self) -> Iterator["RowsAtHand"]:
-        """Yield all rows, as many at a time as their scores may take, from the end: the last rows
-        read the most keys, so that later buffers fit into the memory that theirs freed.
+        """Yield all rows in groups of bounded scores, from the end: the last rows read the most
+        keys, so that later buffers fit into the memory that earlier ones freed.
         """
         documents, heads, length, _ = self.query_BHSD.shape
         return self._stretches(*stretch(length, self.window_tokens, documents * heads))
@@ -125,11 +126,11 @@ class PlainBlock(NamedTuple):
                 return
 
     def _by_groups(self, tensor_BHSx: Tensor, rows: "RowsAtHand") -> Tensor:
-        """View these rows of a tensor, by groups of heads: BKGr and the remaining dimensions."""
+        """View these rows of a tensor by groups of heads: BKGr, then any further dimensions."""
         return tensor_BHSx[:, :, rows.queries].unflatten(1, (self.key_BKSD.shape[1], -1))
 
     def _of_rows(self, tensor_BHSD: Tensor, rows: "RowsAtHand") -> Tensor:
-        """Return these rows of a tensor, BKGrD, wide and contiguous: products copy nothing."""
+        """Return these rows of a tensor, BKGrD, in float32 or wider and contiguous."""
         rows_BKGrD = self._by_groups(tensor_BHSD, rows)
         return rows_BKGrD.to(self._wide, memory_format=torch.contiguous_format)
 
@@ -138,7 +139,7 @@ class PlainBlock(NamedTuple):
         return tensor_BKSD[:, :, rows.keys].to(self._wide, memory_format=torch.contiguous_format)
 
     def _scores(self, rows: "RowsAtHand") -> Tensor:
-        """Scores of the rows with all keys of their stretch, capped: BKGrl."""
+        """Return scores of the rows with all keys of their stretch, capped: BKGrl."""
         query_BKGrD = self._of_rows(self.query_BHSD, rows)
         key_BKlD = self._of_keys(self.key_BKSD, rows)
         scores_BKGrl = torch.einsum("bkgrd,bkld->bkgrl", query_BKGrD, key_BKlD).mul_(self.scaling)
@@ -147,7 +148,7 @@ class PlainBlock(NamedTuple):
         return scores_BKGrl.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def _hide_(self, scores_BKGrl: Tensor, rows: "RowsAtHand") -> Tensor:
-        """Write minus infinity where a token does not read a key, in place."""
+        """Write minus infinity to the scores of keys that a query does not read, in place."""
         device = scores_BKGrl.device
         row_r1 = torch.arange(rows.queries.start, rows.queries.stop, device=device)[:, None]
         key_l = torch.arange(rows.keys.start, rows.keys.stop, device=device)
@@ -158,7 +159,7 @@ class PlainBlock(NamedTuple):
 
 
 class RowsAtHand(NamedTuple):
-    """Rows of queries, and the stretch of keys that any of them reads."""
+    """Rows of queries, and the contiguous stretch of keys that they read."""
 
     queries: slice
     keys: slice

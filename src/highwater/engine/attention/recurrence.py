@@ -18,8 +18,8 @@ from torch import Tensor
 def recurrence(
     new_nHcV: Tensor, read_nHcD: Tensor, key_nHcD: Tensor, kept_nH: Tensor, state_HDV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what chunks write, nHcV, the state before each chunk, nHDV, and the state after the
-    last, HDV. ``kept_nH``: factor by which a chunk scales the state. All have one dtype.
+    """Return the outputs of chunks, nHcV, the state before each chunk, nHDV, and the state after
+    the last, HDV. ``kept_nH``: factor by which a chunk scales the state. All have one dtype.
     """
     found: tuple[Tensor, Tensor, Tensor] = _Recurrence.apply(
         new_nHcV, read_nHcD, key_nHcD, kept_nH, state_HDV
@@ -60,9 +60,9 @@ def _swept(
     kept_nH: Tensor,
     state_HDV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``y = a - read X`` of every chunk, the state X before each, and the state after all; a
-    chunk turns X into ``k X + write^T y``. With ``added``, in a backward pass, chunks go from the
-    last to the first, signs are exchanged and ``added`` is added to each X.
+    """Return ``y = a - read X`` of every chunk, the state X before each chunk, and the state after
+    all; each chunk updates X to ``k X + write^T y``. With ``added``, in a backward pass, chunks go
+    from the last to the first, signs are exchanged and ``added`` is added to each X.
     """
     y_nHcV = torch.empty_like(a_nHcV, memory_format=torch.contiguous_format)
     states_nHDV = a_nHcV.new_empty(len(a_nHcV), *state_HDV.shape)

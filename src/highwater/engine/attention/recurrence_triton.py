@@ -27,7 +27,7 @@ def sweep(
     states_nHDV: Tensor,
     last_HDV: Tensor,
 ) -> None:
-    """Fill the last three arguments, as ``recurrence._swept`` does."""
+    """Write results to the last three arguments; see ``recurrence._swept``."""
     chunks, heads, tokens, columns = a_nHcV.shape
     size = read_nHcD.shape[-1]
     # The kernel expects a dense last dimension; it takes strides for the others.

@@ -4,10 +4,10 @@ within each layer's window; ranks share it by heads, by a ring, or by heads arou
 Shapes:  B 1  S packed tokens, or this rank's share of them  H query heads  K key/value heads  D
 head size
 
-Block-sparse attention is registered for any model, as ``highwater_block_sparse``. It tells
-documents apart by ``cu_seq_lens_q``, or by positions that start again, as transformers' own data
-collators and its flash attention do; each attends only to itself, and its pattern counts from its
-own start. Features that an attention does not compute are refused by name.
+Block-sparse attention is registered for any model, as ``highwater_block_sparse``. It separates
+documents by ``cu_seq_lens_q``, or by positions that restart, as transformers' own data collators
+and its flash attention do; each attends only to itself, and its pattern counts from its own start.
+Features that an attention does not compute raise an error that names them.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def attend_sparsely(
 
 
 def _refuse(reason: str | None) -> None:
-    """Raise MachineError: gathered keys would not take the predicted memory and time."""
+    """Raise MachineError for ``reason``: gathered keys would take more memory and time."""
     if reason is not None:
         raise MachineError(
             f"{reason}; block-sparse attention on GPUs is FlexAttention's",
@@ -203,7 +203,7 @@ def _attend(
 ) -> Attend:
     """Return the attention of this rank's heads over its share of each document: BHSD to BSHD.
 
-    With ``asks_keeper`` it is a function of ours that calls ``attended``, never PyTorch's own.
+    With ``asks_keeper`` it is never PyTorch's own function, but one that calls ``attended``.
     """
     ring, ulysses = shared.ring, shared.ulysses
     if ulysses is not None:
@@ -229,8 +229,8 @@ def _attend(
 def _window_of(module: nn.Module, features: dict[str, Any]) -> int | None:
     """Return the number of tokens that a token of this layer reads; None: its whole document.
 
-    It is what the family passes to attention functions; for a family that puts its window only into
-    the mask, it follows from the config's kind of this layer.
+    The number is that which the family passes to attention functions; for a family that puts its
+    window only into the mask, it follows from this layer's type in the config.
     """
     if "sliding_window" in features:
         return features["sliding_window"] or None
@@ -261,7 +261,7 @@ def _refuse_features(
     refusal: Callable[[nn.Module, str], ModelError],
     *names: str,
 ) -> None:
-    """Raise ``refusal`` for a feature that no attention here computes, or one of these names."""
+    """Raise ``refusal`` for a feature that no attention here computes, or any of ``names``."""
     for name in (*names, "position_bias", "head_mask"):
         if features.get(name) is not None:
             raise refusal(module, name)
@@ -272,7 +272,7 @@ def _refuse_features(
 
 
 def _refuse_in_ring(module: nn.Module, pattern: Pattern, *, longest: int) -> None:
-    """Raise ModelError for cut windows, capped scores and wide heads, which no ring computes."""
+    """Raise ModelError for windows, capped scores and wide heads, which no ring computes."""
     if pattern.is_wide:
         what = f"attends with heads wider than {WIDEST_FUSED_HEAD} numbers, which a ring does not"
     elif pattern.soft_cap is not None:
@@ -328,7 +328,15 @@ def register_block_sparse(
         if query_BHSD.shape[2] != key_BKSD.shape[2]:
             raise _uncomputed(module, "a cache of earlier keys")
         documents = _document_lengths(module, query_BHSD, features)
-        _refuse_uncomputed(module, features, longest=max(map(max, documents)))
+        # a family that does not pass its window on has put it into the mask; 0 means no window
+        own = getattr(getattr(module, "config", None), "sliding_window", None) or None
+        window = features.get("sliding_window", own)
+        if window is not None and window < (longest := max(map(max, documents))):
+            what = f"a sliding window of {window} tokens, too few for documents of {longest}"
+            raise _uncomputed(module, what)
+        _refuse_features(module, features, _uncomputed, "softcap", "s_aux")
+        if getattr(module, "is_causal", True) is False:
+            raise _uncomputed(module, "no causal order")
         scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
         kernel, rows = kernel_of(module, "auto"), [(query_BHSD, key_BKSD, value_BKSD)]
         table = attend_table_of(kernel, pattern, query_BHSD, key_BKSD.shape[1])
@@ -347,7 +355,7 @@ def register_block_sparse(
 
 
 def _no_mask(*arguments: Any, attention_mask: Tensor | None = None, **others: Any) -> None:
-    """Build no mask; raises ModelError for padding, which a mask would have to hide."""
+    """Build no mask; raises ModelError for padding, which would need a mask."""
     del arguments, others
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ModelError(
@@ -386,19 +394,6 @@ def _lengths(begins: Tensor) -> tuple[int, ...]:
     """Count each document's tokens, from where documents begin (for all tokens but the first)."""
     first = [0, *(begins.nonzero()[:, 0] + 1).tolist(), len(begins) + 1]
     return tuple(stop - start for start, stop in pairwise(first))
-
-
-def _refuse_uncomputed(module: nn.Module, features: dict[str, Any], *, longest: int) -> None:
-    """Raise ModelError for a feature that block-sparse attention does not compute."""
-    # a family that does not pass its window on has put it into the mask; 0 means no window
-    own = getattr(getattr(module, "config", None), "sliding_window", None) or None
-    window = features.get("sliding_window", own)
-    if window is not None and window < longest:
-        what = f"a sliding window of {window} tokens, too few for documents of {longest}"
-        raise _uncomputed(module, what)
-    _refuse_features(module, features, _uncomputed, "softcap", "s_aux")
-    if getattr(module, "is_causal", True) is False:
-        raise _uncomputed(module, "no causal order")
 
 
 def _uncomputed(module: nn.Module, feature: str) -> ModelError:

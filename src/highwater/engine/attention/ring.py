@@ -57,7 +57,7 @@ class Ring:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the ring."""
+        """This rank's number within the ring."""
         return dist.get_rank(self.group)
 
     @property
@@ -82,7 +82,7 @@ class Passing:
     work: list[dist.Work]
 
     def wait(self) -> list[Tensor]:
-        """Wait for the previous rank's tensors and return them, BKSD."""
+        """Wait for the transfers, and return the previous rank's tensors, BKSD."""
         for each in self.work:
             each.wait()
         self.sent.clear()
@@ -105,7 +105,7 @@ def attend_in_ring(
 
 
 class Pairing(NamedTuple):
-    """Queries and keys of one step that see each other, as slices of a document's held tokens."""
+    """Queries and keys of one step that attend, as slices of a document's held tokens."""
 
     queries: slice
     keys: slice
@@ -134,7 +134,7 @@ class Run(NamedTuple):
     pairing: Pairing
 
     def forward(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exps of this step's queries, shaped as ``of`` returns them."""
+        """Return output, dHlD, and log-sum-exps, dHl, of this step's queries."""
         return self._block(query_BHSD, at_hand).forward()
 
     def backward(
@@ -154,14 +154,14 @@ class Run(NamedTuple):
         """Do nothing: ``of`` returns views of the tensor."""
 
     def of(self, tensor_BXSn: Tensor, tokens: slice) -> Tensor:
-        """View the queries or the keys that take part, dXl and the remaining dimensions."""
+        """View a tensor's queries or keys of this pairing: dXl, then further dimensions."""
         row_XSn = tensor_BXSn[0, :, self.start : self.stop]
         documents_dXln = row_XSn.unflatten(1, (self.documents, -1)).transpose(0, 1)
         return documents_dXln[:, :, tokens]
 
 
 class VariedRun(NamedTuple):
-    """Neighbouring documents of any lengths, which one step computes in one call."""
+    """Neighbouring documents of different lengths, which one step computes in one call."""
 
     ring: Ring
     start: int
@@ -170,7 +170,7 @@ class VariedRun(NamedTuple):
     """Pairing as for a document of two tokens, so that its slices count chunks."""
 
     def forward(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exps of this step's queries, qHD and qH."""
+        """Return output, qHD, and log-sum-exps, qH, of this step's queries."""
         output_qHD, log_sums = self._block(query_BHSD, at_hand).forward()
         return output_qHD, log_sums.flatten(0, -2).t()
 
@@ -205,7 +205,7 @@ class VariedRun(NamedTuple):
         return _row_of(tensor_BXSn)[self._tokens(chunks, tensor_BXSn.device)]
 
     def put(self, tensor_BXSn: Tensor, chunks: slice, part: Tensor) -> None:
-        """Write ``part``, a copy that ``of`` returned, back to these chunks; views need nothing."""
+        """Write ``part``, a copy that ``of`` returned, back to its chunks; a view needs none."""
         tokens = self._tokens(chunks, tensor_BXSn.device)
         if not isinstance(tokens, slice):
             _row_of(tensor_BXSn)[tokens] = part
@@ -220,7 +220,7 @@ class VariedRun(NamedTuple):
 def _tokens_of_chunks(
     start: int, lengths: tuple[int, ...], chunk: int, device: torch.device
 ) -> Tensor:
-    """Places in the row of the first (0) or second (1) chunk of each document."""
+    """Indices in the row of the first (0) or second (1) chunk of each document."""
     borders = pairwise(accumulate(lengths, initial=start))
     halves = [
         (first + chunk * ((last - first) // 2), (last - first) // 2) for first, last in borders
@@ -257,7 +257,7 @@ def _runs(ring: Ring, step: int, device: torch.device) -> Iterator[Run | VariedR
 
 
 class _RingAttention(torch.autograd.Function):
-    """Autograd function over the whole ring, so that no step has a graph of its own."""
+    """Autograd function over the whole ring: no step keeps a graph of its own."""
 
     @staticmethod
     def forward(
@@ -321,8 +321,8 @@ def _pass_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of this rank's own queries, keys and values.
 
-    Each rank adds its part to the gradients of the keys and values it holds and sends them on, one
-    step behind those keys and values.
+    Each rank adds its contribution to the gradients of the keys and values it holds, and sends them
+    to the next rank, one step after those keys and values.
     """
     query_BHSD, *keys_and_values = own
     query_gradient = torch.empty_like(query_BHSD, dtype=log_sums_BHS.dtype)
@@ -365,7 +365,7 @@ def _backward(
     *,
     is_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of a run's keys and values; add its queries' to the sum, in place."""
+    """Return gradients of a run's keys and values; add those of its queries to ``sum_BHSD``."""
     mine = [run.of(tensor, run.pairing.queries) for tensor in of_queries]
     gradient, key_gradient, value_gradient = run.backward(*inputs, mine)
     sum_ = run.of(sum_BHSD, run.pairing.queries)
@@ -380,7 +380,7 @@ def _send_on(
     own: Sequence[Tensor],
     ring: Ring,
 ) -> Passing:
-    """Add a step's gradients of keys and values to those received, and send the sums on."""
+    """Add a step's gradients of keys and values to those received, and send the sums."""
     if homewards is None:  # the first step has gradients of all of this rank's own keys
         wide = torch.promote_types(own[0].dtype, torch.float32)
         travelling = [torch.empty_like(tensor, dtype=wide) for tensor in own]

@@ -1,5 +1,5 @@
-"""Wide blocks: attention with heads wider than fused kernels take, on a GPU. Flash attention and
-cuDNN end at 256 numbers, and memory-efficient attention has been wrong past 65,536 tokens.
+"""Wide blocks: attention with heads wider than fused kernels support, on a GPU. Flash attention and
+cuDNN support 256 elements at most, and memory-efficient attention was wrong past 65,536 tokens.
 
 Some rows of queries are computed at a time, forward and backward. Products have the heads' own
 dtype and are summed in float32 or wider, the dtype of scores, softmax and gradients of keys and
@@ -27,7 +27,7 @@ def is_wide(tensor_BXSD: Tensor) -> bool:
 
 
 class WideBlock(PlainBlock):
-    """Documents of one length, each of which attends to itself, with wide heads."""
+    """Documents of one length with wide heads, each of which attends causally to itself."""
 
     def _attend_(self, rows: RowsAtHand, output_BHSD: Tensor, log_sums_BHS: Tensor) -> None:
         scores_BKRl = self._wide_scores(rows)
@@ -91,7 +91,7 @@ class WideBlock(PlainBlock):
         return scores_BKRl
 
     def _joined(self, tensor_BHSD: Tensor, rows: RowsAtHand) -> Tensor:
-        """Return these rows of all query heads of a key head, one after the other: BKRD."""
+        """Return these rows of all query heads of a key head, concatenated: BKRD."""
         return self._by_groups(tensor_BHSD, rows).flatten(2, 3)
 
     def _by_rows(self, tensor_BKRx: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Batches: documents packed into one row, with everything the step must know about them on the
-host. Documents come from a trial's seed, or from a user's function (``module:function``) or own
-loop; a user's documents are checked here.
+"""Batches: documents packed into one row, with all metadata that a step needs on the host.
+Documents come from a trial's seed, or from a user's function (``module:function``) or own loop; a
+user's documents are checked here.
 
 Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N trained tokens among
          those  D documents P documents whose last token this rank has  L tokens of one document
@@ -31,7 +31,7 @@ UNTRAINED = -100
 
 
 class Document(NamedTuple):
-    """One sequence, with what objectives need besides its tokens."""
+    """One document, with the values that objectives need besides its tokens."""
 
     ids_L: Tensor
     labels_L: Tensor
@@ -46,7 +46,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One micro-batch of one rank."""
+    """One micro-batch of one rank: packed documents, their labels, positions and rewards."""
 
     input_ids_T: Tensor
     position_ids_T: Tensor
@@ -83,7 +83,7 @@ class Batch:
 
 
 class Shared(NamedTuple):
-    """A micro-batch that several ranks share, as one of these ranks sees it; on the host."""
+    """One rank's view of a micro-batch that several ranks share; on the host."""
 
     whole: Batch
     layout: SequenceLayout
@@ -92,16 +92,16 @@ class Shared(NamedTuple):
 
 
 def share_of(batch: Batch, shared: SequenceGroups) -> Batch:
-    """Return this rank's share of a micro-batch, which the ranks of ``shared`` have in common."""
+    """Return this rank's share of a micro-batch that the ranks of ``shared`` share."""
     return shard(batch, shared.layout_of(batch.document_lengths), rank=shared.rank)
 
 
 def shard(batch: Batch, layout: SequenceLayout, *, rank: int) -> Batch:
-    """Return the share of a micro-batch that the layout gives to one rank.
+    """Return one rank's share of a micro-batch, by the layout.
 
-    Labels come from the whole row, so that the last token of a slice or chunk predicts its true
-    next token. Padding trains nothing, and no token attends to it. ``document_lengths`` stay those
-    of the whole row.
+    Labels are taken from the whole row, so that the last token of a slice or chunk predicts its
+    true next token. Padding trains nothing, and no token attends to it. ``document_lengths`` remain
+    those of the whole row.
     """
     share = layout.share_of(rank)
     positions_T = torch.from_numpy(share.positions_T)
@@ -126,7 +126,7 @@ def shard(batch: Batch, layout: SequenceLayout, *, rank: int) -> Batch:
 
 
 def digest(micro_batches: Sequence[Batch]) -> Tensor:
-    """Return a 64-bit digest of all that the micro-batches hold, shape (1,), to compare ranks."""
+    """Return a 64-bit digest of the micro-batches' content, shape (1,), to compare ranks."""
     found = hashlib.sha256()
     for batch in micro_batches:
         for field in fields(batch):
@@ -191,10 +191,10 @@ _Fault = tuple[str, str]
 def read_documents(
     micro_batch: Any, spec: TrialSpec, *, source: str, vocab_size: int, window_tokens: int | None
 ) -> list[Document]:
-    """Return the documents of a micro-batch that ``source``, which errors name, yielded.
+    """Return the documents of a micro-batch that the user's function ``source`` yielded.
 
-    Raises UsageError for documents that cannot be trained; ``window_tokens`` is the longest that a
-    ring can, None: any. The sum of their lengths is not checked.
+    Raises UsageError for documents that cannot be trained; ``window_tokens``: longest document that
+    a ring can train; None: any. The sum of their lengths is not checked.
     """
     if isinstance(micro_batch, str | bytes | Mapping) or not isinstance(micro_batch, Iterable):
         raise _refused(source, f"{seen(micro_batch)} as a micro-batch", _LISTS)
@@ -226,7 +226,7 @@ def _refused(source: str, what: str, hint: str) -> UsageError:
 
 
 def _document(document: Any, source: str) -> Document:
-    """Read a mapping with ``input_ids``, or plain token ids; without ``labels`` all are trained."""
+    """Read a mapping with ``input_ids``, or token ids; without ``labels`` all are trained."""
     is_mapping = isinstance(document, Mapping)
     fields: dict[Any, Any] = dict(cast(Any, document)) if is_mapping else {"input_ids": document}
     unread = [str(name) for name in fields if name not in _FIELDS]
@@ -322,8 +322,8 @@ def _faults_of_numbers(document: Document) -> Iterator[_Fault]:
 
 def user_function(source: str, keywords: Iterable[str], *, what: str, define: str) -> Any:
     """Return the user's function that ``source`` names, after a check that it takes ``keywords``.
-    No other code comes from the working directory. For messages, ``what`` says what the function
-    is for, and ``define`` how to write it. Raises UsageError if it is not found, or takes others.
+    No other code comes from the working directory. For messages, ``what`` says what the function is
+    for, and ``define`` how to write it. Raises UsageError if not found, or if it takes others.
     """
     module, colon, name = source.partition(":")
     if not (module and colon and name):
@@ -352,7 +352,7 @@ def user_function(source: str, keywords: Iterable[str], *, what: str, define: st
 def batches(
     spec: TrialSpec, *, vocab_size: int, data_rank: int, window_tokens: int | None = None
 ) -> Iterator[Batch]:
-    """Yield micro-batches without end for one data-parallel rank: synthetic, or from ``spec.data``.
+    """Yield micro-batches endlessly for one data-parallel rank: synthetic, or from ``spec.data``.
 
     ``window_tokens``: longest document that a ring can train; None: any.
 

@@ -1,9 +1,9 @@
-"""Conversations as text, by a tokenizer's chat template, and which parts of it the assistant says.
+"""Conversations as text, by a tokenizer's chat template, and which parts of it are the assistant's.
 
-The assistant's turns are where the template marks them (``{% generation %}``). Without marks, they
-are found by proof: a turn begins where the conversation before it, rendered with the template's
-beginning of an answer, ends, if that is a beginning of the whole text; and it ends where the
-conversation up to it, rendered alone, ends.
+The template may mark the assistant's turns (``{% generation %}``). Without marks, turns are found
+by rendering: a turn begins at the end of the conversation before it, rendered with the generation
+prompt, if that text is a prefix of the whole text; and it ends at the end of the conversation up to
+it, rendered alone.
 
 A template that leaves out a part of a conversation is refused: the error names message and field.
 """
@@ -62,7 +62,7 @@ class ChatTemplate:
     """Renders conversations by a tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Keep the tokenizer, whose template transformers compiles once."""
+        """Store the tokenizer; transformers compiles its template once."""
         self._tokenizer = tokenizer
         self._record, self._left_s = "", LIMIT_S
 
@@ -72,7 +72,7 @@ class ChatTemplate:
         return "strftime_now" in str(self._tokenizer.chat_template)
 
     def text(self, conversation: Conversation, *, prompts: bool = False) -> str:
-        """Render the conversation, with ``prompts`` followed by the beginning of an answer.
+        """Render the conversation as text; with ``prompts`` the generation prompt follows.
 
         Raises UsageError, with the record's name, if the template refuses the conversation.
         """
@@ -103,9 +103,9 @@ class ChatTemplate:
     def _refuse_unwritten(self, conversation: Conversation) -> None:
         """Raise UsageError for the first text of a message that the template does not write.
 
-        Each text, compared without spaces, has to stand behind the texts of earlier messages, the
-        system's anywhere. A short text may do so by chance, so that a mark added to the text must
-        be written too.
+        Each text, compared without spaces, must follow the texts of earlier messages; the system's
+        may be anywhere. A short text may do so by chance, so a mark added to the text must be
+        written too.
         """
         text = self.text(conversation)
         if conversation.tools and text == self.text(conversation._replace(tools=())):
@@ -163,8 +163,8 @@ class ChatTemplate:
     def turns(
         self, conversation: Conversation, *, first: int = 0, everything: bool = False
     ) -> list[tuple[str, bool]]:
-        """Return the text in parts, each with whether it is trained: the assistant's turns from
-        message ``first`` on, or ``everything``; except messages that say that they are not trained.
+        """Return the text in parts, each with True if it is trained: the assistant's turns from
+        message ``first`` on, or ``everything``; except messages marked as not trained.
 
         Raises UsageError if the turns cannot be found exactly.
         """
@@ -206,10 +206,10 @@ class ChatTemplate:
         answered: bool = True,
         hint: str | None = None,
     ) -> str:
-        """Return the text of the first ``count`` messages, if ``answered`` with the beginning of
-        an answer: proven to be a beginning of ``text``, the whole conversation's.
+        """Return the text of the first ``count`` messages, if ``answered`` with the generation
+        prompt: checked to be a prefix of ``text``, the whole conversation's.
 
-        Raises UsageError, with ``hint``, if it is none.
+        Raises UsageError, with ``hint``, if it is not a prefix.
         """
         prompt = self.text(conversation.until(count), prompts=answered)
         if not text.startswith(prompt):
@@ -232,11 +232,11 @@ class ChatTemplate:
         return start, end
 
     def _end(self, conversation: Conversation, number: int, text: str) -> int:
-        """Return the end of a turn that the template writes differently if other turns follow, like
-        templates that leave out earlier turns' thoughts.
+        """Return the end of a turn that the template writes differently if other turns follow, as
+        templates do that leave out the reasoning of earlier turns.
 
-        Proof: with a word for the turn's content, the text after the word is also the end of the
-        real text, and begins with what follows the word if the turn is the last one.
+        Test: with a placeholder as the turn's content, the text after the placeholder is also the
+        end of the real text, and begins with the text that follows it if the turn is the last one.
         """
         messages = list(conversation.messages)
         messages[number] = {**messages[number], "content": _STAND_IN}
@@ -291,7 +291,7 @@ class ChatTemplate:
 
     @contextmanager
     def _limited(self, record: str) -> Generator[None]:
-        """Context manager: end the block once its record has used ``LIMIT_S`` of processor time."""
+        """Context manager: end the block once its record took ``LIMIT_S`` of processor time."""
         if record != self._record:
             self._record, self._left_s = record, LIMIT_S
 
@@ -316,12 +316,12 @@ class ChatTemplate:
 
 
 class _LateError(BaseException):
-    """A template's time is up. No Exception, which jinja2 would treat as a template's error."""
+    """A template ran too long. Not an Exception: jinja2 would take it for the template's error."""
 
 
 @contextmanager
 def _memory_of(most_bytes: int) -> Generator[None]:
-    """Context manager: allow the block ``most_bytes`` more memory; past them MemoryError."""
+    """Context manager: limit the block to ``most_bytes`` more memory; beyond that MemoryError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     taken_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
     bound = taken_pages * resource.getpagesize() + most_bytes
@@ -358,8 +358,8 @@ def _not_found(
 
 
 def _ways(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield the conversation in the forms that templates may want: arguments of tools as an object
-    or as JSON text, and messages that call tools without content, with empty content, or null.
+    """Yield the conversation in forms that templates may need: arguments of tools as an object or
+    as JSON text, and messages that call tools without content, with empty content, or null.
     """
 
     def called(message: Message, as_text: bool, content: Message) -> Message:
@@ -383,12 +383,12 @@ def _ways(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _mark(number: int) -> str:
-    """Return the mark to add to the text of this number, to see if a template writes the text."""
+    """Return the mark added to text number ``number`` to test if a template writes the text."""
     return f"HIGHWATER0MARKS{number}HERE"
 
 
 def _marked(conversation: Conversation, only: int | None = None) -> Conversation:
-    """Return the conversation with a mark after each text, or only after text number ``only``."""
+    """Return the conversation with a mark after each text, or only after the text ``only``."""
     numbers = count()
 
     def change(_: str, text: str) -> str:
@@ -443,7 +443,7 @@ def _with_texts(message: Message, change: Callable[[str, str], str]) -> Message:
 
 
 def _as_written(field: str, text: str) -> Iterator[str]:
-    """Yield the ways to write a text, without spaces: plain, then as JSON unless it is JSON."""
+    """Yield the forms in which a template may write a text, without spaces: plain, or as JSON."""
     for form in (text, _as_json(text)[1:-1], json.dumps(text)[1:-1]):
         yield "".join(form.split())
         if field == "arguments":

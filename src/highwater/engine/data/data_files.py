@@ -1,8 +1,8 @@
 """Data files: the files below the paths of ``--data``, in an order that is the same everywhere, a
 digest of their bytes, and their records, one after the other, never a whole file in memory.
 
-A record knows its name, ``data.jsonl:17``, which every message about it begins with: the line of a
-file of lines, the row of a table. Lines are read here, and not by ``datasets``, which turns texts
+A record has a name, ``data.jsonl:17``, with which every message about it begins: the line of a file
+of lines, or the row of a table. Lines are read here, and not by ``datasets``, which turns texts
 into dates, gives a field one type in all records of a file, and names no line in its errors.
 """
 
@@ -66,7 +66,7 @@ _COLUMNS_DROPPED: Mapping[DataKind, str] = {
 
 
 class DataFile(NamedTuple):
-    """One file of records, or a saved folder."""
+    """One file of records, or a folder that ``datasets`` saved."""
 
     path: Path
     name: str
@@ -103,7 +103,7 @@ class DataFile(NamedTuple):
         return first.removeprefix(_BOM).lstrip().startswith(b"[")
 
     def command_without(self, names: Sequence[str]) -> str:
-        """Return a shell command that writes the file anew without these fields."""
+        """Return a shell command that writes a copy of the file without these fields."""
         fields = " ".join(map(quote, names))
         if self.kind == "lines":
             each = "json.load(sys.stdin)" if self.is_list else _EACH_LINE
@@ -135,7 +135,7 @@ class DataFile(NamedTuple):
 
 
 class DataFiles(NamedTuple):
-    """All files of a corpus."""
+    """All files of a corpus, and the names of text files beside records that are left out."""
 
     files: tuple[DataFile, ...]
     left_out: tuple[str, ...]
@@ -143,7 +143,7 @@ class DataFiles(NamedTuple):
 
 
 def data_files(paths: Sequence[str]) -> DataFiles:
-    """Return the files of these paths, folders with all that is below them, sorted.
+    """Return the files at these paths, and all files below paths that are folders, sorted.
 
     Raises UsageError for a path that is missing, unreadable, or of an unknown kind, and for a
     folder without a file of records or text.
@@ -168,7 +168,17 @@ def data_files(paths: Sequence[str]) -> DataFiles:
             inside = [file for file in inside if file.kind != "text"]
         found += inside
     for path in (path for file in found for path in file.parts):
-        _refuse_unreadable(path)
+        try:
+            open_regular(path).close()
+        except PermissionError as error:
+            raise UsageError(
+                f"{path} may not be read", hint=f"let it be read: `chmod u+r {quote(str(path))}`"
+            ) from error
+        except OSError as error:
+            raise UsageError(
+                f"{path} cannot be read: {error.strerror}",
+                hint=f"see what it is, `ls -lL {quote(str(path))}`, and name a file",
+            ) from error
     names = Counter(file.name for file in found)
     clear = (file.name if names[file.name] == 1 else str(file.path) for file in found)
     return DataFiles(
@@ -181,7 +191,7 @@ def data_files(paths: Sequence[str]) -> DataFiles:
 
 
 def bytes_digest(paths: Sequence[Path]) -> str:
-    """Return the sha256 of the sha256s of the files' bytes, in order."""
+    """Return the sha256 of the concatenated sha256 digests of the files, in order."""
     whole = hashlib.sha256()
     for path in paths:
         with open_regular(path) as stream:
@@ -190,7 +200,7 @@ def bytes_digest(paths: Sequence[Path]) -> str:
 
 
 def _inside(path: Path, name: str) -> Iterator[DataFile]:
-    """Yield a file of a known kind, or all such files below a folder, sorted, none hidden."""
+    """Yield a file of a known kind, or all such files below a folder, except hidden ones."""
     if not path.is_dir():
         is_packed = path.suffix.lower() == ".gz"
         kind = _KINDS.get((path.with_suffix("") if is_packed else path).suffix.lower())
@@ -213,20 +223,6 @@ def _inside(path: Path, name: str) -> Iterator[DataFile]:
         is_passed = each.is_symlink() if each.is_dir() else is_about
         if not each.name.startswith(".") and not is_passed:
             yield from _inside(each, f"{name}/{each.name}")
-
-
-def _refuse_unreadable(path: Path) -> None:
-    try:
-        open_regular(path).close()
-    except PermissionError as error:
-        raise UsageError(
-            f"{path} may not be read", hint=f"let it be read: `chmod u+r {quote(str(path))}`"
-        ) from error
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read: {error.strerror}",
-            hint=f"see what it is, `ls -lL {quote(str(path))}`, and name a file",
-        ) from error
 
 
 def records(file: DataFile) -> Iterator[DataRecord]:
@@ -253,7 +249,7 @@ def records(file: DataFile) -> Iterator[DataRecord]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without null fields: tables have these in rows that lack the field."""
+    """Return a value without null fields: tables have nulls in rows that lack a field."""
     if isinstance(value, Mapping):
         fields = cast(Mapping[str, Any], value).items()
         return {name: _without_nulls(each) for name, each in fields if each is not None}

@@ -1,9 +1,9 @@
 """Messages of a conversation, read from a record with field names and roles of any maker (OpenAI,
 ShareGPT, Alpaca, LLaMA-Factory, ms-swift).
 
-A message has a ``role`` of chat templates, its ``content`` as a text, ``tool_calls`` with a
-function's name and an object of arguments each, and ``trained`` if the record says whether the
-message is. Its other fields are kept.
+A message has a ``role`` as in chat templates, its ``content`` as a text, ``tool_calls`` with a
+function's name and an object of arguments each, and ``trained`` if the record has a mask for the
+message. Its other fields are kept.
 """
 
 import json
@@ -61,8 +61,8 @@ def said_of(record: DataRecord, name: str, value: Any = None) -> Said:
 
 
 def prompt_of(record: DataRecord) -> Said | None:
-    """Return a record's prompt: the text of ``prompt`` if the record has nothing else of a
-    conversation, or messages, with system, history and other questions; None without a prompt.
+    """Return a record's prompt: the text of ``prompt`` if the record has no other part of a
+    conversation; else messages, with system, history and other questions. None without a prompt.
     """
     name = record.first("prompt") or record.first(*_QUESTIONS, "input")
     if name is None:
@@ -82,7 +82,7 @@ def spoken(role: str, said: Said) -> tuple[Message, ...]:
 
 
 def with_system(record: DataRecord, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages after the record's own system text; UsageError for a second such text."""
+    """Return the messages after the record's system text, if any; UsageError for two such texts."""
     name = record.first("system", "system_prompt")
     text = "" if name is None else record.text(name)
     if not text.strip():
@@ -134,7 +134,7 @@ def conversation_of(record: DataRecord, messages: Sequence[Message]) -> Conversa
 
 
 def _message(record: DataRecord, name: str, value: Any) -> Message:
-    """Read one message in chat templates' words; ``record.name`` says which, for errors."""
+    """Read one message with chat templates' names; ``record.name`` names it in errors."""
     given = dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else {}
     role_field = "role" if given.get("role") else "from"
     role = str(given.pop(role_field, ""))
@@ -192,7 +192,7 @@ def _calls(record: DataRecord, name: str, value: Any) -> list[Mapping[str, Any]]
 
 
 def _call(record: DataRecord, name: str, value: Any) -> Mapping[str, Any]:
-    """Read a call in templates' form; its arguments may be JSON text, as OpenAI has them."""
+    """Read a tool call in chat templates' form; arguments may be JSON text, as OpenAI has them."""
     call = dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else {}
     fields = ("name", *_ARGUMENTS)
     function = call.pop("function", None) or {

@@ -1,8 +1,8 @@
 """A record of a data file, and its fields, read as the types that they must have. An error names
-the record and the field; nothing is rounded or guessed.
+the record and the field; no value is rounded or guessed.
 
-Fields that were not read are refused if they have a text, a number or a boolean, except those whose
-names are known to be about the record, message or call, and masks, which say if it is trained.
+Fields that were not read are refused if they have a text, a number or a boolean, except metadata of
+the record, message or call, by a list of names, and masks, which say if it is trained.
 """
 
 import math
@@ -19,7 +19,7 @@ from highwater.errors import UsageError
 
 
 class DataRecord(NamedTuple):
-    """One record and its place. Methods raise UsageError, with its name, for wrong fields."""
+    """One record and its location. Methods raise UsageError, with its name, for invalid fields."""
 
     fields: Mapping[str, Any]
     row: int
@@ -34,11 +34,11 @@ class DataRecord(NamedTuple):
     """Names of the fields that were read so far."""
 
     def has(self, *names: str) -> bool:
-        """True if the record has all these fields; in tables, fields that it lacks are None."""
+        """True if the record has all these fields; a null field of a table counts as missing."""
         return all(self.fields.get(name) is not None for name in names)
 
     def first(self, *names: str) -> str | None:
-        """Return the first of these names that the record has a field of; None if it has none."""
+        """Return the first of these names that is a field of the record; None if none is."""
         return next((name for name in names if self.has(name)), None)
 
     def value(self, name: str) -> Any:
@@ -72,7 +72,7 @@ class DataRecord(NamedTuple):
         return float(value)
 
     def ids(self, name: str, value: Any, *, vocab_size: int) -> NDArray[np.int64]:
-        """Return ``value``, of field ``name``, as token ids, which must be below ``vocab_size``."""
+        """Return ``value``, of field ``name``, as token ids; UsageError for any out of range."""
         ids = self._numbers(name, value)
         if ids.size and ids.dtype.kind not in "iu":
             raise self.wrong(name, value, "a list of whole numbers", "`[1, 2, 3]`")
@@ -100,7 +100,7 @@ class DataRecord(NamedTuple):
         return is_trained
 
     def logprobs(self, value: Any, *, count: int) -> NDArray[np.float32]:
-        """Return ``value`` as log-probabilities, which must be finite, of ``count`` tokens."""
+        """Return ``value`` as log-probabilities of ``count`` tokens; UsageError unless finite."""
         numbers = self._numbers("logprobs", value)
         if not np.isfinite(numbers).all():
             raise self.wrong("logprobs", value, "finite numbers", "`[-0.5, -1.25]`")
@@ -120,11 +120,11 @@ class DataRecord(NamedTuple):
         return numbers
 
     def mask(self, fields: dict[str, Any]) -> bool | None:
-        """Take the mask fields out of a message's, or a part's, ``fields``; return True if they say
-        that it is trained, False if one says that it is not, None if there are none.
+        """Remove the mask fields from a message's, or a part's, ``fields``; return True if they
+        mark it as trained, False if one marks it as not trained, None if there is no mask.
 
         Raises UsageError for a mask that is not 0, 1 or a boolean, and for another field with a
-        number or boolean, unless its name is known to be about the message.
+        number or boolean, unless its name is known to be metadata.
         """
         told: list[bool] = []
         for name in [name for name in fields if _plain(name) in _MASKS]:
@@ -137,7 +137,7 @@ class DataRecord(NamedTuple):
         return all(told) if told else None
 
     def refuse_flags(self, fields: Mapping[str, Any]) -> None:
-        """Raise UsageError for a field with a number or boolean, unless ``is_about`` knows it."""
+        """Raise UsageError for a field with a number or boolean that ``is_about`` does not know."""
         for name, value in fields.items():
             if not is_about(name, value) and _has_other_than_texts(value):
                 raise self.refusal(
@@ -146,7 +146,7 @@ class DataRecord(NamedTuple):
                 )
 
     def refuse_masked(self) -> None:
-        """Raise UsageError if a mask among the record's fields says that it is not trained."""
+        """Raise UsageError if a mask among the fields marks the record as not trained."""
         for name, value in self.fields.items():
             if _says_trained(name, value) is False:
                 raise self.refusal(
@@ -156,7 +156,7 @@ class DataRecord(NamedTuple):
 
     def refuse_unread(self) -> None:
         """Raise UsageError for a masked record, and for fields that were not read, unless they are
-        about the record, repeat texts that were read, or are a mask of ones beside token ids.
+        metadata, repeat texts that were read, or are a mask of ones beside token ids.
         """
         self.refuse_masked()
         read_texts = {text for name in self.read for text in _texts(self.fields.get(name))}
@@ -184,7 +184,7 @@ class DataRecord(NamedTuple):
         return " and ".join(f"`{name}`" for name in self.fields if name in self.read)
 
     def wrong(self, name: str, value: Any, meant: str, example: str) -> UsageError:
-        """Return the error for a field, or a part of it, that is not what is ``meant``."""
+        """Return the error for a field, or part of it, that is not what is expected, ``meant``."""
         return self.refusal(f"`{name}` is not {meant}: {seen(value)}", f"for example {example}")
 
     def refusal(self, problem: str, hint: str) -> UsageError:
@@ -227,7 +227,7 @@ _MASKS = {
 
 
 def is_about(name: str, value: Any) -> bool:
-    """True if a field describes its record, message or call, and is no part of what is trained."""
+    """True if a field is metadata of its record, message or call, and not trained on."""
     plain = _plain(name)
     if plain in _OR_PROMPTS and not is_label(value):
         return False
@@ -236,7 +236,7 @@ def is_about(name: str, value: Any) -> bool:
 
 
 def is_label(value: Any) -> bool:
-    """True if each text in a value is one word of ASCII, such as a name, a path, an address."""
+    """True if each text in a value is one ASCII word, such as a name, a path, an address."""
     return all(map(_LABEL.fullmatch, _texts(value)))
 
 
@@ -246,7 +246,7 @@ def _plain(name: str) -> str:
 
 
 def _says_trained(name: str, value: Any) -> bool | None:
-    """True if a mask says "trained", False if "not"; None for other fields and other values."""
+    """True or False if a mask says trained or not; None for other fields and values."""
     means_trained = _MASKS.get(_plain(name))
     if means_trained is None or isinstance(value, str) or value not in (0, 1):
         return None
@@ -254,7 +254,7 @@ def _says_trained(name: str, value: Any) -> bool | None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a value, stripped, except empty ones and those of ``is_about`` fields."""
+    """Yield all texts in a value, stripped, without empty ones and metadata (``is_about``)."""
     if isinstance(value, str):
         yield from (text for text in (value.strip(),) if text)
     elif isinstance(value, Mapping):
@@ -266,7 +266,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _has_other_than_texts(value: Any) -> bool:
-    """True if a value has a number, a boolean, or another value of tables that is no text."""
+    """True if a value contains a number, a boolean, or another non-text value."""
     if isinstance(value, Mapping):
         return any(map(_has_other_than_texts, cast(Mapping[str, Any], value).values()))
     if isinstance(value, list | tuple):

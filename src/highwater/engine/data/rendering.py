@@ -1,12 +1,12 @@
 """Rendering: a record as documents of token ids, and which of the tokens are trained.
 
-A unit is a set of documents of which one step has all or none: for supervised data one document,
-for preferences a pair, the chosen document first, for rollouts all responses to one prompt.
+A unit is a set of documents that must be in the same step: for supervised data one document, for
+preferences a pair, the chosen document first, for rollouts all responses to one prompt.
 
-A record of rollouts is a prompt with all its responses, or with one response, whose ``group`` says
-which others answer the same prompt; rewards are in the data, or come from a user's function. A
-record of a pair is a prompt with two responses, or two whole texts or conversations, whose common
-beginning is the prompt; lists of messages are responses if they begin with the assistant's.
+A record of rollouts is a prompt with all its responses, or with one response, whose ``group`` names
+the responses to the same prompt; rewards are in the data, or come from a user's function. A record
+of a pair is a prompt with two responses, or two whole texts or conversations, whose common prefix
+is the prompt; lists of messages are responses if they begin with the assistant's.
 
 Shapes:  L tokens of a document
 """
@@ -54,7 +54,7 @@ class TokenDocument(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Documents of which one step has all, or none."""
+    """Documents that must be in the same step."""
 
     documents: tuple[TokenDocument, ...]
     group: str | int | None = None
@@ -69,14 +69,14 @@ class Rendering:
     """Tokenises records into documents, with one tokenizer."""
 
     def __init__(self, tokens: TextTokens, *, vocab_size: int) -> None:
-        """``vocab_size``: the model knows the ids below this."""
+        """``vocab_size``: ids at or above it raise errors."""
         self.tokens, self.vocab_size = tokens, vocab_size
 
     def document(
         self, record: DataRecord, parts: Sequence[tuple[str, bool]], *, starts: bool, ends: bool
     ) -> TokenDocument:
-        """Tokenise ``parts``, each a text and whether it is trained, into one document; ``starts``
-        and ``ends`` add the tokenizer's start and end tokens. UsageError for ids past the model's.
+        """Tokenise ``parts``, each a text and True if trained, into one document; ``starts`` and
+        ``ends`` add the tokenizer's start and end tokens. UsageError for ids past the vocabulary.
         """
         encoded = encode_parts(self.tokens, [text for text, _ in parts], name=record.name)
         pieces = [(ids, trained) for ids, (_, trained) in zip(encoded.ids, parts, strict=True)]
@@ -95,10 +95,10 @@ class Rendering:
         return TokenDocument(ids_L, trained_L, is_apart=encoded.is_apart, is_chat=not starts)
 
     def answered(self, record: DataRecord, prompt: Said, response: Said) -> TokenDocument:
-        """Return the document of a prompt and a response, of which only the response is trained.
+        """Return the document of a prompt and a response; only the response is trained.
 
         Two texts are joined unchanged. Messages are rendered as a conversation; a text that answers
-        messages follows the template's beginning of an answer, as it was sampled.
+        messages follows the generation prompt, as when it was sampled.
         """
         if isinstance(response, str):
             parts = [(self._prompt_text(record, prompt), False), (response, True)]
@@ -120,17 +120,17 @@ class Rendering:
         return self.chat(record).fitted(conversation_of(record, messages))
 
     def ids(self, record: DataRecord, name: str, given: Any = None) -> NDArray[np.int64]:
-        """Return the token ids of a field, or those ``given`` for it, checked."""
+        """Return the checked token ids of a field, or those ``given`` instead."""
         value = record.value(name) if given is None else given
         return record.ids(name, value, vocab_size=self.vocab_size)
 
     def prompt_ids(self, record: DataRecord, prompt: Said) -> NDArray[np.int64]:
-        """Return the tokens of a prompt, as a policy that answers it is given them."""
+        """Return the token ids of a prompt, as the policy gets them for sampling."""
         parts = [(self._prompt_text(record, prompt), False)]
         return self.document(record, parts, starts=isinstance(prompt, str), ends=False).ids_L
 
     def _prompt_text(self, record: DataRecord, prompt: Said) -> str:
-        """Return a text unchanged; for messages, their text with the beginning of an answer."""
+        """Return a text unchanged; for messages, their rendered text with the generation prompt."""
         if isinstance(prompt, str):
             return prompt
         return self.chat(record).text(self.conversation(record, prompt), prompts=True)
@@ -152,7 +152,7 @@ class Rendering:
 
 def supervised(rendering: Rendering, record: DataRecord, *, everything: bool) -> Iterator[Unit]:
     """Render a supervised record as one unit: from its ids, its conversation, its prompt and
-    response, or its text, the first of these that it has. ``everything``: train prompts too.
+    response, or its text, the first of these that exists. ``everything``: train prompts too.
     """
     response = record.first("completion", "response", "output", "answer")
     if record.has("input_ids"):
@@ -266,7 +266,7 @@ class _Sampled(NamedTuple):
 def rollouts(
     rendering: Rendering, record: DataRecord, *, grouped: bool, reward: RewardFunction | None
 ) -> Iterator[Unit]:
-    """Render a record of rollouts. ``grouped``: all rollouts of one prompt are one unit."""
+    """Render a record of rollouts as units; ``grouped``: one unit of all rollouts of a prompt."""
     if record.has("input_ids"):
         documents = [_raw(rendering, record, reward)]
     else:
@@ -281,7 +281,7 @@ def rollouts(
 
 
 def _has_several(record: DataRecord) -> bool:
-    """True if a record has lists, with all responses to its prompt."""
+    """True if a record has lists with an item for each response to its prompt."""
     ids = record.fields.get("response_ids")
     is_nested = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     return is_nested or record.first(*_SEVERAL) is not None
@@ -310,7 +310,7 @@ def _responses(record: DataRecord) -> list[_Sampled]:
 def _document(
     rendering: Rendering, record: DataRecord, sampled: _Sampled, reward: RewardFunction | None
 ) -> TokenDocument:
-    """Return one rollout's document: from the sampled ids if the record has them, or its text."""
+    """Return one rollout's document: from the sampled ids if the record has them, else its text."""
     prompt = prompt_of(record)
     if prompt is None:
         raise without_fields(record, "prompt", _ROLLOUT_EXAMPLE)
@@ -439,6 +439,6 @@ _PAIR_EXAMPLE = '`{"prompt": "...", "chosen": "...", "rejected": "..."}`'
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the common beginning of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

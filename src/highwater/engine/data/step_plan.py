@@ -1,12 +1,12 @@
 """Plans which documents are in which micro-batch (row) of a step, and of an evaluation.
 
 A plan is a function of lengths, units, rows and a seed, the same on every machine and for any
-number of ranks, which take turns in a step's rows. An epoch has every document once, in its own
-order; its last rows may make a step with the next epoch's first. A plan takes about 20 bytes a
-document in memory.
+number of ranks, among which a step's rows are dealt out. An epoch has every document once, in an
+order of its own; a step may have its last rows and the first of the next epoch. A plan takes about
+20 bytes a document in memory.
 
-If a unit must be whole in one row, it goes into the open row in which it leaves the least room, or
-if none has room, opens another (best fit). Then the rows are shuffled, since the order in which
+A unit that must be whole in one row is put into the open row in which it leaves the least room, or,
+if no row has room, opens another (best fit). Then the rows are shuffled, since the order in which
 they fill up depends on their lengths. If a unit's documents may be in any rows of one step, steps
 are filled one after another, then their rows made about equally long and none empty: a step with
 fewer documents than rows takes a later unit that fits, and the last step a unit of an earlier step.
@@ -47,7 +47,7 @@ Measured = tuple[int, int]
 
 
 class Units(NamedTuple):
-    """Units of a corpus: consecutive documents of which one step has all or none."""
+    """Units of a corpus: consecutive documents that must be in the same step."""
 
     lengths: NDArray[np.int64]
     """Tokens of each document."""
@@ -56,7 +56,7 @@ class Units(NamedTuple):
 
     @classmethod
     def of(cls, lengths: NDArray[np.int64], units: NDArray[np.int64]) -> Self:
-        """Return the units of documents with these lengths and unit numbers, which must ascend."""
+        """Group documents of these lengths by their unit numbers, which must ascend."""
         lengths, units = np.asarray(lengths, np.int64), np.asarray(units, np.int64)
         assert len(lengths) == len(units)
         assert (np.diff(units) >= 0).all()
@@ -65,7 +65,7 @@ class Units(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Number of units."""
+        """Number of units in the corpus."""
         return len(self.starts) - 1
 
     @property
@@ -75,17 +75,17 @@ class Units(NamedTuple):
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """Tokens in each unit."""
+        """Number of tokens in each unit."""
         return np.add.reduceat(self.lengths, self.starts[:-1])
 
     def items(self, unit: int) -> list[Measured]:
-        """Return the documents of a unit, with their lengths."""
+        """Return the documents of a unit as (length, document number)."""
         documents = range(int(self.starts[unit]), int(self.starts[unit + 1]))
         return [(int(self.lengths[number]), number) for number in documents]
 
 
 class EpochRows(NamedTuple):
-    """Rows of an epoch, one after the other."""
+    """Rows (micro-batches) of an epoch, concatenated."""
 
     documents: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -102,7 +102,7 @@ class EpochRows(NamedTuple):
 
 
 class StepPlan:
-    """Knows which documents are in which row of every step."""
+    """Assigns the documents of a corpus to rows of steps."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class StepPlan:
         ``micro_batches`` rows of at most ``row_tokens`` tokens.
 
         ``spread_units``: documents of a unit may be in several rows of one step, like a group of
-        rollouts; else one row has all of them, like a pair. Raises UsageError if a unit fits
-        nowhere, or documents are too few for the rows.
+        rollouts; else one row has all of them, like a pair. Raises UsageError if a unit is larger
+        than a row or step, or there are too few documents for the rows.
         """
         if not len(lengths):
             raise UsageError("a corpus without documents", hint="name data: `--data data.jsonl`")
@@ -154,7 +154,7 @@ class StepPlan:
 
 
 def shuffled(count: int, *key: int) -> NDArray[np.int64]:
-    """Return the numbers below ``count`` in an order that depends on ``key`` alone.
+    """Return the integers below ``count``, shuffled by ``key`` alone.
 
     PCG64's raw output is sorted: numpy's ``permutation`` may change with a version, the raw bits
     may not. Source: NEP 19, https://numpy.org/neps/nep-0019-rng-policy.html.
@@ -169,7 +169,7 @@ def evaluation_rows(
     """Return the documents of an evaluation's rows, in order, at most ``row_tokens`` tokens a row.
 
     ``units``: ascending unit numbers; a unit's documents stay in one row, like a pair's. None: each
-    document is a unit. A unit that is larger than a row gets a row alone.
+    document is a unit. A unit larger than a row has a row of its own.
     """
     found = Units.of(lengths, np.arange(len(lengths)) if units is None else units)
     rows: list[list[int]] = []
@@ -214,7 +214,7 @@ def pack_rows(units: Units, *, row_tokens: int, seed: int, epoch: int) -> EpochR
 def _best_fit(
     sizes: NDArray[np.int64], order: NDArray[np.int64], row_tokens: int
 ) -> NDArray[np.int64]:
-    """Return the row of each unit in this order, with rows numbered as they are opened."""
+    """Return the row of each unit in this order; rows are numbered as they are opened."""
     row_of = np.empty(len(order), np.int64)
     smallest = int(sizes.min())
     open_rows: list[int] = []  # ascending: a row's room, with its number in the lower bits
@@ -242,9 +242,24 @@ def fill_steps(units: Units, *, row_tokens: int, rows: int, seed: int, epoch: in
     """Return the rows of an epoch, step after step; a unit's documents are in rows of one step.
 
     Raises UsageError if a unit is larger than a step, or documents are too few for its rows. If all
-    orders of a later epoch leave a row empty, it gets the steps of the first epoch, shuffled.
+    tried orders of a later epoch leave a row empty, it has the steps of the first epoch, shuffled.
     """
-    _refuse_no_step(units, row_tokens, rows)
+    documents = len(units.lengths)
+    _refuse_long(int(units.lengths.max()), row_tokens)
+    if documents < rows:
+        raise UsageError(
+            f"{counted(documents, 'document')} for {rows} rows a step",
+            hint=f"use `--rows {documents}`",
+        )
+    # Smaller units fit: longest documents first, a row without room is at least half full.
+    for unit in np.flatnonzero(units.sizes > rows * row_tokens // 2).tolist():
+        items = units.items(unit)
+        if _Packing.of(([] for _ in range(rows)), row_tokens).adding(items) is None:
+            raise UsageError(
+                f"{counted(len(items), 'document')} of {units.sizes[unit]:,} tokens that belong "
+                f"together, and a step of {rows} rows of {row_tokens:,}",
+                hint=f"use `--rows {len(items)}`",
+            )
     for number in range(_TRIES):
         order = shuffled(units.total, seed, epoch, number)
         steps = _filled_steps(units, order, row_tokens, rows)
@@ -263,7 +278,7 @@ def fill_steps(units: Units, *, row_tokens: int, rows: int, seed: int, epoch: in
 
 
 class _Packing(NamedTuple):
-    """Documents in the rows of one step."""
+    """Documents packed into the rows of one step, with the room left in each row."""
 
     rows: list[list[Measured]]
     rooms: list[tuple[int, int]]
@@ -277,7 +292,7 @@ class _Packing(NamedTuple):
         return cls(rows, sorted((row_tokens - count, at) for at, count in enumerate(tokens)))
 
     def adding(self, items: Iterable[Measured]) -> "_Packing | None":
-        """Return the rows with these documents added, by best fit, longest first; None: no room."""
+        """Return the rows with these documents added, by best fit, longest first; None if full."""
         rows, rooms = [list(row) for row in self.rows], list(self.rooms)
         for item in sorted(items, reverse=True):
             found = bisect_left(rooms, (item[0], -1))
@@ -304,7 +319,7 @@ class _OpenStep:
         return self._documents < len(self._packing.rows)
 
     def take(self, unit: int, items: list[Measured]) -> bool:
-        """Add a unit, for which a step is packed anew at most twice; False if it does not fit."""
+        """Add a unit, repacking the step at most twice; return False if the unit does not fit."""
         if sum(length for length, _ in items) > sum(room for room, _ in self._packing.rooms):
             return False
         packing = self._packing.adding(items)
@@ -320,7 +335,7 @@ class _OpenStep:
         return True
 
     def without(self, unit: int) -> "_OpenStep":
-        """Return the step without a unit, with all other documents in the same rows."""
+        """Return the step without a unit; all other documents stay in their rows."""
         gone = set(self.units[unit])
         rows = ([item for item in row if item not in gone] for row in self._packing.rows)
         left = _OpenStep(_Packing.of(rows, self._row_tokens), self._row_tokens)
@@ -328,7 +343,7 @@ class _OpenStep:
         return left
 
     def final_rows(self) -> list[list[Measured]]:
-        """Return the documents of each row, none empty and, as ranks wait, about equally long."""
+        """Return each row's documents; no row is empty, and all are about equally long."""
         rows = self._packing.rows
         balanced: list[list[Measured]] = [[] for _ in rows]
         loads = [(0, at) for at in range(len(rows))]
@@ -372,7 +387,7 @@ def _filled_steps(
 
 
 def _lend(steps: list[_OpenStep], poor: _OpenStep) -> None:
-    """Move units of other steps, which can spare them, to ``poor`` until it has enough."""
+    """Move spare units of other steps to ``poor`` until it has enough documents."""
     for at, rich in enumerate(steps):
         if rich is poor:
             continue
@@ -388,25 +403,6 @@ def _laid_out(steps: Sequence[Sequence[Iterable[int]]]) -> EpochRows:
     rows = [list(row) for step in steps for row in step]
     ends = np.cumsum([0, *map(len, rows)])
     return EpochRows(np.fromiter(chain(*rows), np.int64, count=int(ends[-1])), ends)
-
-
-def _refuse_no_step(units: Units, row_tokens: int, rows: int) -> None:
-    documents = len(units.lengths)
-    _refuse_long(int(units.lengths.max()), row_tokens)
-    if documents < rows:
-        raise UsageError(
-            f"{counted(documents, 'document')} for {rows} rows a step",
-            hint=f"use `--rows {documents}`",
-        )
-    # Smaller units fit: longest documents first, a row without room is at least half full.
-    for unit in np.flatnonzero(units.sizes > rows * row_tokens // 2).tolist():
-        items = units.items(unit)
-        if _Packing.of(([] for _ in range(rows)), row_tokens).adding(items) is None:
-            raise UsageError(
-                f"{counted(len(items), 'document')} of {units.sizes[unit]:,} tokens that belong "
-                f"together, and a step of {rows} rows of {row_tokens:,}",
-                hint=f"use `--rows {len(items)}`",
-            )
 
 
 def _refuse_long(tokens: int, row_tokens: int) -> None:

@@ -2,9 +2,9 @@
 into its memory; and the manifest of such a folder, or of a checkpoint: size and checksum of every
 file in it.
 
-A folder is written elsewhere, its manifest last, and moved to its place when all of it is on the
-disk: a folder in its place is whole, unless damaged later. Opening a corpus reads every byte once
-to check this: a second for each 1 to 2 GB.
+A folder is written under another name, its manifest last, and renamed when all of it is on the
+disk: a folder with its final name is whole, unless damaged later. Opening a corpus reads every byte
+once to check this: a second for each 1 to 2 GB.
 """
 
 import hashlib
@@ -50,10 +50,10 @@ _DOCUMENT_FILES = {"units": "<i8", "files": "<i4", "rows": "<i8", "rewards": "<f
 
 
 class CorpusWriter:
-    """Context manager that writes a corpus unit by unit, and removes one that is not finished."""
+    """Context manager that writes a corpus unit by unit; an unfinished corpus is removed."""
 
     def __init__(self, directory: Path, *, vocab_size: int) -> None:
-        """``directory`` is made when the block begins; MachineError if the disk refuses."""
+        """``directory`` is made when the block begins; MachineError if that fails."""
         self._directory = directory
         ids_type = "<u2" if vocab_size <= _SMALL_VOCABULARY else "<u4"
         self._types = {"ids": ids_type, **_TOKEN_FILES, **_DOCUMENT_FILES, "offsets": "<i8"}
@@ -87,8 +87,8 @@ class CorpusWriter:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def add(self, unit: Unit, *, file: int, row: int) -> None:
-        """Write the documents of a unit, read from ``row`` of a file; units of one file with the
-        same group become one unit. Raises MachineError if the disk refuses.
+        """Write the documents of a unit, read from ``row`` of file number ``file``; units of one
+        file with equal groups become one unit. Raises MachineError if the disk is full or fails.
         """
         number = self.counts["units"]
         if unit.group is not None:
@@ -142,12 +142,12 @@ class CorpusWriter:
 
 
 class OpenCorpus:
-    """A corpus whose files are mapped into memory, so that unread parts take none."""
+    """A corpus with memory-mapped files: parts that are not read take no memory."""
 
     def __init__(
         self, directory: Path, summary: Corpus, names: Sequence[str], checked: Collection[str]
     ) -> None:
-        """Map ``checked`` files, which are as written; UsageError if the summary disagrees."""
+        """Map the ``checked`` files, which are undamaged; UsageError if the summary disagrees."""
         self.summary = summary
         self._names, self._directory, self._checked = names, directory, checked
         ids_path = directory / "ids.bin"
@@ -171,7 +171,7 @@ class OpenCorpus:
         return int(self._column["ids"].max(initial=0))
 
     def document(self, number: int) -> Document:
-        """Return a document as the engine trains it; its group is its unit's number."""
+        """Return a document for training; its group is the number of its unit."""
         where = slice(*self._column["offsets"][number : number + 2].tolist())
         ids_L = torch.from_numpy(self._column["ids"][where].astype(np.int64))
         is_trained_L = torch.from_numpy(self._column["trained"][where].astype(np.bool_))
@@ -189,7 +189,7 @@ class OpenCorpus:
         )
 
     def name_of(self, number: int) -> str:
-        """Return a document's name, which says where its record is: ``data.jsonl:17``."""
+        """Return a document's name, the location of its record: ``data.jsonl:17``."""
         file, row = (int(self._column[name][number]) for name in ("files", "rows"))
         return f"{self._names[file]}:{row}"
 
@@ -202,7 +202,7 @@ class OpenCorpus:
 
 
 def open_corpus(directory: str | Path) -> OpenCorpus:
-    """Open the corpus in a folder, after a check of every byte; UsageError if none, or damaged."""
+    """Open the corpus in a folder after checking every byte; UsageError if missing or damaged."""
     directory = Path(directory)
     if not directory.is_dir():
         raise UsageError(f"no corpus at {directory}", hint=_AGAIN)
@@ -222,7 +222,7 @@ def open_corpus(directory: str | Path) -> OpenCorpus:
 
 @contextmanager
 def disk_errors(directory: Path) -> Generator[None]:
-    """Context manager: turn an OSError of the block into a MachineError that names the folder."""
+    """Context manager: turn an OSError into a MachineError that names the folder."""
     try:
         yield
     except OSError as error:
@@ -276,7 +276,7 @@ class FileRecord(Record, frozen=True, kw_only=True):
 
 
 class Manifest(Record, frozen=True, kw_only=True):
-    """Records of all files in a folder except the manifest, by their paths in the folder."""
+    """Sizes and checksums of all files in a folder except the manifest, by relative path."""
 
     files: Mapping[str, FileRecord]
     files_digest: str
@@ -300,7 +300,7 @@ def write_manifest(directory: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a folder; UsageError if there is none, or it is damaged."""
+    """Read the manifest of a folder; UsageError if it is missing or damaged."""
     path = directory / MANIFEST_FILE
     try:
         manifest = from_json(read_file(path, most_bytes=INDEX_BYTES), Manifest)
@@ -312,7 +312,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise UsageError for the first of these files that is missing, or not as it was written."""
+    """Raise UsageError for the first of these files that is missing or was changed."""
     for name in names:
         path, expected = directory / name, manifest.files[name]
         try:

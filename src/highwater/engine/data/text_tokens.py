@@ -1,5 +1,5 @@
 """Text to token ids, by a tokenizer of a local directory, else byte by byte; also texts of an exact
-number of tokens. No text is cut, which a tokenizer may do silently.
+number of tokens. No text is truncated, as a tokenizer may do silently.
 """
 
 import random
@@ -40,7 +40,7 @@ class Bytes:
     special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def get_chat_template(self, *_: object) -> str:
-        """Return the stand-in, with or without tools."""
+        """Return the stand-in template, with or without tools."""
         return self.chat_template
 
     def encode(self, text: str) -> list[int]:
@@ -53,7 +53,7 @@ class Bytes:
 
 
 class Tokenizer:
-    """A tokenizer of transformers, from a local directory, whose own code is not run."""
+    """A transformers tokenizer from a local directory; custom code in it is not run."""
 
     def __init__(self, directory: Path) -> None:
         """Open the tokenizer; UsageError if this fails, or it has no end-of-text token."""
@@ -83,7 +83,7 @@ class Tokenizer:
         self.chat = ChatTemplate(self._tokenizer) if has_template else None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return a text's ids: no special tokens around it, but those that the text spells."""
+        """Return a text's ids, without special tokens except those spelled in the text."""
         given = self._tokenizer(
             text,
             add_special_tokens=add_special_tokens,
@@ -105,7 +105,7 @@ TextTokens = Bytes | Tokenizer
 
 
 class Parts(NamedTuple):
-    """Tokens of a text that has parts."""
+    """Token ids of a text made of several parts."""
 
     ids: tuple[list[int], ...]
     """Token ids of each part."""
@@ -156,8 +156,8 @@ _LETTERS = ("a", "b", "c", "d")
 def exact_texts(
     tokenizer: Any, *, length_tokens: int, count: int, seed: int, end: str
 ) -> list[str]:
-    """Return ``count`` texts, different by ``seed`` and number, of ``length_tokens`` tokens each,
-    counting the ``end`` that a trainer adds. Raises ModelError if no such text is found.
+    """Return ``count`` texts, which differ by ``seed`` and number, of ``length_tokens`` tokens
+    each, counting the ``end`` that a trainer adds. Raises ModelError if no such text is found.
     """
     words, between = single_words(tokenizer, seed=seed), " "
     if not words:
@@ -173,7 +173,7 @@ def exact_texts(
 
 
 def single_words(tokenizer: Any, *, seed: int) -> list[str]:
-    """Return words that are one token each, also after a space; none if every letter is a token."""
+    """Return words that are one token each, also after a space; empty if there are none."""
     vocabulary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
     random.Random(seed).shuffle(vocabulary)
     words: list[str] = []
@@ -193,7 +193,7 @@ def _exact(
     length_tokens: int,
     numbers: random.Random,
 ) -> list[str]:
-    """Return words of ``length_tokens`` tokens together, as ``tokens`` counts them, or raise."""
+    """Return words that are ``length_tokens`` tokens together, as ``tokens`` counts; or raise."""
     chosen = numbers.choices(words, k=max(1, length_tokens))
     tried: set[int] = set()
     for _ in range(_ROUNDS):

@@ -2,9 +2,9 @@
 highwater.engine.data.tokenise ORDER.json REPORT.json PARENT_FOLDER``.
 
 The corpus is made in the report's folder, which has to be on the disk of the parent folder, and is
-then moved into the latter, named by a digest of all that its tokens may depend on, and of nothing
-else: the same data in another folder is the same corpus. An existing corpus is not made again.
-Large data is rendered in several processes, with the same documents in the same order.
+then moved there, named by a digest of exactly what its tokens depend on: the same data in another
+folder is the same corpus. An existing corpus is not made again. Large data is rendered in several
+processes, with the same documents in the same order.
 """
 
 import inspect
@@ -48,8 +48,8 @@ from highwater.units import MIB, counted
 
 
 class LengthLimit:
-    """Cuts units to a length, and counts cuts. A document without a trained token is left out; its
-    first token does not count, as it is never predicted.
+    """Cuts units to a length, and counts the cuts. A document without a trained token is dropped;
+    its first token does not count, as it is never predicted.
     """
 
     def __init__(self, order: CorpusOrder) -> None:
@@ -62,9 +62,9 @@ class LengthLimit:
         """Tokens of the longest document, before cuts."""
 
     def __call__(self, unit: Unit, *, name: str) -> Iterator[Unit]:
-        """Yield what is trained of a unit: one unit, one for each piece of a split, or none.
+        """Yield the trained part of a unit: one unit, one for each piece of a split, or none.
 
-        Raises UsageError, naming the record, for too long a document if these are to be refused.
+        Raises UsageError, naming the record, for too long a document if such are to be refused.
         """
         lengths = (len(document.ids_L) for document in unit.documents)
         self.longest_tokens = max(self.longest_tokens, *lengths)
@@ -124,7 +124,7 @@ _OF_A_TOKENIZER = (
 
 
 def corpus_digest(order: CorpusOrder, files: Sequence[DataFile], reward: Any | None) -> str:
-    """Return 16 digits that name an order's corpus of these files with this reward function."""
+    """Return the 16-digit name of the corpus of an order, from files and reward function."""
     data = [(file.name, bytes_digest(file.parts)) for file in files]
     choices = (
         *(order.objective, order.length_tokens, order.vocab_size),
@@ -153,7 +153,7 @@ def _tokenizer_digest(directory: str | None) -> object:
 
 
 def main() -> None:
-    """Tokenise what the order says, or write a report with the error."""
+    """Tokenise the corpus of the order, or write a report with the error."""
     parent = Path(sys.argv[3])
 
     def work(order: CorpusOrder, scratch: Path) -> Corpus:
@@ -165,7 +165,7 @@ def main() -> None:
 def tokenise(order: CorpusOrder, parent: Path, *, scratch: Path, on_phase: OnPhase) -> Corpus:
     """Return the corpus of an order, in a folder below ``parent``, made in ``scratch`` if new.
 
-    Raises UsageError for data that cannot be trained on, and MachineError if the disk refuses.
+    Raises UsageError for data that cannot be trained on, and MachineError if the disk is full.
     """
     on_phase("reading the data")
     found = data_files(order.data)
@@ -255,7 +255,7 @@ def _write(
     writer: CorpusWriter,
     on_phase: OnPhase,
 ) -> None:
-    """Write the units of every record, and tell ``on_phase`` every ``TOLD_S`` seconds how many."""
+    """Write the units of every record, and report their number every ``TOLD_S`` seconds."""
     told = 0.0
     for count, (record, units) in enumerate(rows, 1):
         if time.monotonic() - told > TOLD_S:
@@ -330,7 +330,7 @@ def rendered(
 ) -> Iterator[tuple[DataRecord, list[Unit]]]:
     """Yield each record with its units, in the order of the records.
 
-    Raises UsageError for the first record that is refused.
+    Raises the UsageError of the first invalid record.
     """
     if processes == 1:
         yield from ((record, list(render(record))) for record in records)
@@ -361,14 +361,14 @@ def rendered(
 
 
 class _Rendered(NamedTuple):
-    """Dataset for a DataLoader, whose indices are the records themselves."""
+    """Dataset for a DataLoader; the records themselves are its indices."""
 
     render: Render
 
     def __getitems__(
         self, records: Sequence[DataRecord | HighwaterError]
     ) -> list[list[Unit] | HighwaterError]:
-        """Return the units of each record, up to and with the first error."""
+        """Return the units of each record, up to and including the first error."""
         found: list[list[Unit] | HighwaterError] = []
         for record in records:
             try:

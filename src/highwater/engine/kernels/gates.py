@@ -22,7 +22,7 @@ BLOCK_BYTES = MIB
 
 
 def triton_twin(module: str) -> Any:
-    """Import the Triton kernels beside ``module``; RuntimeError without Triton."""
+    """Import the Triton kernels of ``module`` (``module_triton``); RuntimeError without Triton."""
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
     return importlib.import_module(f"{module}_triton")
@@ -42,7 +42,7 @@ def product_(gate_TF: Tensor, up_TF: Tensor) -> None:
 
 
 def backward_(gate_TF: Tensor, up_TF: Tensor, gradient_TF: Tensor) -> None:
-    """Overwrite gate and up with their gradients, and the product's gradient with the product.
+    """Overwrite gate and up with their gradients, and their product's gradient with the product.
 
     ``d silu(x) / dx = s + x s (1 - s)`` with ``s = sigmoid(x)``.
     """

@@ -1,8 +1,9 @@
 """Norm: rows divided by their root mean square and weighted, also by weights in a wider dtype than
-the rows, as in families that add 1 to them.
+the rows, as in families that add 1.
 
 A GPU runs two Triton kernels that read and write every element once; otherwise PyTorch runs in
-blocks of rows. Both compute in float32 (float64 for float64), round once and keep one number a row.
+blocks of rows. Both compute in float32 (float64 for float64), round once and keep one value per
+row.
 
 Shapes:  N rows  E size of a row, the last dimension of ``x``
 """
@@ -23,7 +24,7 @@ _triton = partial(triton_twin, __name__)
 
 class RowNorm(torch.autograd.Function):
     """Autograd function of ``normed`` and ``backward``, for ``x``, weight and epsilon. It keeps the
-    input and one number a row for the backward pass, not the output.
+    input and one value per row for the backward pass, not the output.
     """
 
     @staticmethod

@@ -14,7 +14,7 @@ _WARPS = 8
 
 
 def normed(x_NE: Tensor, weight_E: Tensor, eps: float, out_NE: Tensor, scales_N1: Tensor) -> None:
-    """Fill the last two arguments, as ``norm.normed`` does."""
+    """Write results to the last two arguments; see ``norm.normed``."""
     count, size = x_NE.shape
     rows, numbers = _tile(size)
     if count:
@@ -36,7 +36,7 @@ def backward(
     x_gradient_NE: Tensor,
     sums_PE: Tensor,
 ) -> None:
-    """Fill the last two arguments: the gradient of ``x``, and partial sums of the weight's."""
+    """Write to the last two arguments: the gradient of ``x``, and partial sums of the weight's."""
     count, size = x_NE.shape
     rows, numbers = _tile(size)
     gradient_NE, x_NE = _dense(gradient_NE), _dense(x_NE)
@@ -52,13 +52,13 @@ def backward(
 
 
 def _tile(size: int) -> tuple[int, int]:
-    """Number of rows that a program computes at a time, and of a row's numbers, a power of two."""
+    """Number of rows that a program computes at once, and of elements of a row, a power of two."""
     numbers = triton.next_power_of_2(size)
     return max(1, _NUMBERS // numbers), numbers
 
 
 def _dense(rows_NE: Tensor) -> Tensor:
-    """Make each row's numbers contiguous; the rows themselves need not be."""
+    """Make each row's elements contiguous; the rows themselves need not be."""
     return rows_NE if rows_NE.stride(-1) == 1 else rows_NE.contiguous()
 
 

@@ -107,7 +107,7 @@ def _backward_in_blocks(
 
 
 def _turned(x: Tensor) -> Tensor:
-    """Turn every pair by a quarter, (-second half, first half); the turn back is its negative."""
+    """Rotate every pair by a quarter, (-second half, first half); the inverse is its negative."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 

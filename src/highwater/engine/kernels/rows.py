@@ -1,8 +1,8 @@
 """Rows: statistics of each row of logits, and their gradient, written over the logits.
 
 The statistics are the log-probability of a label, the log of the normalizer, and the entropy of the
-distribution. A GPU runs two Triton kernels that read each logit once and store nothing in float32
-but three numbers a row; otherwise PyTorch does the same in blocks of rows. Both compute in float32
+distribution. A GPU runs two Triton kernels that read each logit once and store in float32 only
+three values per row; otherwise PyTorch does the same in blocks of rows. Both compute in float32
 (float64 for float64 logits). Logits stay as the head makes them: if a family scales or caps them,
 both passes do so as they read, and no second buffer is as wide as the vocabulary.
 
@@ -26,7 +26,7 @@ _triton = partial(triton_twin, __name__)
 
 
 class RowStatistics(NamedTuple):
-    """Three numbers for each row of logits."""
+    """Log-probability, log-normalizer and entropy of each row of logits."""
 
     logprob_N: Tensor
     """``log softmax(logits)[label]``."""
@@ -39,7 +39,7 @@ class RowStatistics(NamedTuple):
 def statistics(
     logits_NV: Tensor, labels_N: Tensor, transform: LogitTransform = PLAIN
 ) -> RowStatistics:
-    """Compute the statistics of every row, its logits transformed.
+    """Compute the statistics of every row of logits, scaled and capped by ``transform``.
 
     A logit of minus infinity has probability 0 and adds nothing, unless it is capped.
     """
@@ -67,10 +67,10 @@ def backward_(
     entropy_gradient_N: Tensor,
     transform: LogitTransform = PLAIN,
 ) -> None:
-    """Overwrite the logits with the gradient of what ``statistics`` returned.
+    """Overwrite the logits with their gradient, from the gradients of log-probability and entropy.
 
     ``d logprob / d y_j = [j = label] - p_j`` and ``d entropy / d y_j = - p_j (log p_j + entropy)``
-    of a transformed logit y; ``d y / d x = scale (1 - (y / cap)^2)`` of the logit x that it was.
+    for a transformed logit y; ``d y / d x = scale (1 - (y / cap)^2)`` for the original logit x.
     """
     if logits_NV.is_cuda and logits_NV.dtype != torch.float64:
         _triton().backward_(
@@ -98,7 +98,7 @@ def backward_(
 
 
 def transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
-    """Return logits of any shape as the softmax sees them; the same tensor if none changes."""
+    """Return logits of any shape, scaled and capped; the same tensor if the transform is plain."""
     if transform.scale != 1:
         logits = logits * transform.scale
     if transform.soft_cap is None:
@@ -107,14 +107,14 @@ def transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
 
 
 def _tanh_slope(logits: Tensor, transform: LogitTransform) -> Tensor:
-    """``1 - tanh(x)^2`` of scaled logits over the cap, exact far beyond the cap too."""
+    """``1 - tanh(x)^2`` for x = scaled logits over the cap, exact even far beyond the cap."""
     assert transform.soft_cap is not None
     powers = (logits * (transform.scale / transform.soft_cap)).abs_().mul_(-2).exp_()
     return powers.mul(4).div_(powers.add_(1).square_())
 
 
 def _finite(log_p: Tensor, p: Tensor) -> Tensor:
-    """Set ``log p`` to 0 where ``p`` is 0, in place: it then adds 0 to a sum, not NaN."""
+    """Set ``log p`` to 0 where ``p`` is 0, in place: a sum of products then adds 0, not NaN."""
     return log_p.masked_fill_(p == 0, 0.0)
 
 

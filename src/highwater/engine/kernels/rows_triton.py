@@ -1,6 +1,6 @@
 """Triton kernels of rows.py: one program per row, one read of each logit.
 
-Nothing is stored in float32 but 3 N numbers.
+Only 3 N values are stored in float32.
 
 Shapes:  N rows  V vocabulary
 """

@@ -1,1 +1,1 @@
-"""Data plane: models built from their config, their weights and their loss."""
+"""Data plane: build models from their config; their weights and their loss."""

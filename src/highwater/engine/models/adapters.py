@@ -36,9 +36,9 @@ A, B = f"lora_A.{NAME}.weight", f"lora_B.{NAME}.weight"
 
 
 def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) -> None:
-    """Freeze a model without storage, and put adapters in ``dtype`` on its linear layers, in place.
+    """Freeze a model on meta, and add adapters of ``dtype`` to its linear layers, in place.
 
-    Raises ModelError for a name that is not a linear layer's, MachineError without peft.
+    Raises ModelError for a target that is no linear layer, MachineError without peft.
     """
     peft = _peft()
     linear, family = _linear_names(causal_lm), causal_lm.config.model_type
@@ -79,7 +79,7 @@ def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) 
 
 
 def _linear_names(causal_lm: PreTrainedModel) -> list[str]:
-    """Return the last parts of names that only linear layers have, and not the head, sorted."""
+    """Return the last parts of names that only linear layers have, except the head, sorted."""
     head = causal_lm.get_output_embeddings()
     named: dict[str, list[nn.Module]] = {}
     for name, module in causal_lm.named_modules():
@@ -156,7 +156,7 @@ def name_for_peft(name: str, *, is_of_text: bool = False) -> str:
 
 
 def adapted_layer(model: nn.Module, name: str) -> AdaptedLinear | None:
-    """Return the layer with an adapter whose weight has this name in files; None without one."""
+    """Return the adapted layer whose weight has this name in files; None if there is none."""
     for own, layer in model.named_modules():
         if isinstance(layer, AdaptedLinear) and name == f"{name_in_files(own)}.weight":
             return layer
@@ -216,8 +216,8 @@ def _prove_experts(peft: Any, experts: Any, family: str) -> None:
 def _compare(
     peft: Any, theirs: nn.Module, ours: Callable[[], nn.Module], call: tuple[Tensor, ...]
 ) -> None:
-    """Raise MachineError unless peft's layer and ours, which takes over its parts, give the same
-    output and gradients when called with ``call``.
+    """Raise MachineError unless peft's layer and ours, made from its children, give equal outputs
+    and gradients for the arguments ``call``.
     """
     generator = torch.Generator().manual_seed(1)
     trained = [p for p in theirs.parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Build any decoder-only causal LM of Hugging Face: on meta, sharded, filled shard by shard."""
+"""Build any decoder-only causal LM of Hugging Face on meta, shard it, and fill its shards."""
 
 import copy
 import inspect
@@ -91,8 +91,8 @@ def build(
     ``attention``: result of registry.register. ``mlp_tiles`` None: MLPs are tiled if that costs no
     time. ``head_groups``: groups of key/value heads in every layer. With ``lora`` the model is
     frozen in ``master_dtype``, or its linear layers in NF4; its adapters, and a ScalarModel's head,
-    are trained in float32 or wider. ``host``: memory for what recomputed layers keep; None: that
-    stays on the device.
+    are trained in float32 or wider. ``host``: host memory for the tensors that recomputed layers
+    keep; None: they stay on the device.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     wide = master_dtype if lora is None else torch.promote_types(master_dtype, torch.float32)
@@ -144,7 +144,7 @@ def build(
 def build_on_meta(
     config: PreTrainedConfig, *, attention: Attention, loss: Loss | None, master_dtype: torch.dtype
 ) -> Decoder:
-    """Return the model without storage, with parameters in ``master_dtype`` (not the config's)."""
+    """Return the model on meta, with parameters in ``master_dtype`` (not the config's dtype)."""
     # None means one grouped product over all experts if PyTorch has it, in the dtype of the
     # gathered weights; it does not support float64.
     experts = "eager" if master_dtype == torch.float64 else None
@@ -177,7 +177,7 @@ def build_on_meta(
 
 
 def drop_storage(causal_lm: PreTrainedModel) -> None:
-    """Move tensors that the family's class made elsewhere to meta: Fill gives all values."""
+    """Move tensors that the family's class allocated to meta; Fill computes all values."""
     for module in causal_lm.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_meta:
@@ -189,7 +189,7 @@ def drop_storage(causal_lm: PreTrainedModel) -> None:
 
 
 def tile_mlps(model: Decoder, tiles: int | None) -> None:
-    """Compute gated MLPs and experts in tiles; ModelError if ``tiles`` is set and none can be."""
+    """Compute MLPs and experts in tiles; ModelError if ``tiles`` is set but none can be tiled."""
     tiled = fuse_mlps(model.causal_lm, tiles=tiles) + tile_experts(model.causal_lm, tiles=tiles)
     if not tiled and tiles is not None:
         raise ModelError(

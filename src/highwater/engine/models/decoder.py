@@ -1,7 +1,7 @@
 """Decoders: a Hugging Face causal LM up to its last hidden states, then either statistics of
-tokens, or one number for each token.
+tokens, or one scalar for each token.
 
-Shapes:  T packed tokens  N trained tokens  P positions that get a number  E hidden size
+Shapes:  T packed tokens  N trained tokens  P positions with a scalar  E hidden size
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class MicroBatchStatistics(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A causal LM up to its last hidden states; subclasses add what follows."""
+    """A causal LM up to its last hidden states; subclasses add the output."""
 
     gives_scalars = False
     """True for a ScalarModel. Use this, not isinstance, which fails for FSDP1's wrapper."""
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
 
     @property
     def architecture(self) -> str:
-        """Name of the class of transformers that loads the saved model."""
+        """Name of the transformers class that loads the saved model."""
         return type(self.causal_lm).__name__
 
     @property
@@ -161,7 +161,7 @@ class LanguageModel(Decoder):
 
 
 class ScalarModel(Decoder):
-    """A causal LM with one number per token instead of logits: a critic or reward model."""
+    """A causal LM with one scalar per token instead of logits: a critic or reward model."""
 
     gives_scalars = True
 
@@ -188,7 +188,7 @@ class ScalarModel(Decoder):
 
     @property
     def head(self) -> nn.Linear:
-        """Projection to one number."""
+        """Projection from the hidden state to one scalar."""
         return self.score
 
     def forward(
@@ -198,7 +198,7 @@ class ScalarModel(Decoder):
         positions_P: Tensor,
         document_lengths: Sequence[int],
     ) -> Tensor:
-        """Number at each of ``positions_P``; shape P, float32 or wider."""
+        """Scalar at each of ``positions_P``; shape P, float32 or wider."""
         hidden_TE = self.hidden_states(input_ids_T, position_ids_T, document_lengths)
         hidden_PE = hidden_TE.index_select(0, positions_P)
         del hidden_TE

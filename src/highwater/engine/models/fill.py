@@ -1,7 +1,7 @@
-"""Fill: first values of a model that was built on meta, from its directory's files or from the
-seed, by each parameter's name in files. Buffers (RoPE's frequencies, the scale of an embedding, the
-correction of a router) are computed by the family's own ``_init_weights``, which skips parameters
-marked as initialised.
+"""Fill: initialise a model that was built on the meta device, from its directory's files or from
+the seed, by each parameter's name in files. Buffers (RoPE's frequencies, the scale of an embedding,
+the correction of a router) are computed by the family's own ``_init_weights``, which skips
+parameters marked as initialised.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _MARK = "_is_hf_initialized"
 def fill_buffers(
     causal_lm: PreTrainedModel, module: nn.Module, *, device: torch.device
 ) -> Sequence[str]:
-    """Fill a module's own buffers on ``device``, and return the names of those left unfilled.
+    """Compute a module's own buffers on ``device``; return the names of those left unfilled.
 
     Buffers are on ``device`` even if the parameters are on the host.
     """
@@ -50,7 +50,7 @@ def fill_buffers(
 
 
 def _fill_with_its_scalar(module: nn.Module, name: str) -> bool:
-    """Fill a buffer of one number from the module's float of the same name; False if it has none.
+    """Fill a buffer of one element from the module's float of the same name; False without one.
 
     Source: ``XIELUActivation`` of transformers, the activation of Apertus.
     """
@@ -73,7 +73,7 @@ _LEFT_IN_FILES = (r"rotary_emb\.inv_freq$",)
 
 
 class Fill:
-    """Gives values to a model that was built on meta, by each parameter's name in files."""
+    """Initialises a model that was built on meta, by each parameter's name in files."""
 
     def __init__(
         self, model: Decoder, saved: weights.SavedWeights | None, *, device: torch.device, seed: int
@@ -91,7 +91,7 @@ class Fill:
             _check_files(model, saved, self._other_names)
 
     def one_unit(self, unit: nn.Module) -> None:
-        """Give storage and values to a unit's modules on meta; call it for inner units first."""
+        """Allocate and fill a unit's modules that are on meta; call this for inner units first."""
         own = {m: (*m.parameters(recurse=False), *m.buffers(recurse=False)) for m in unit.modules()}
         fresh = [module for module, tensors in own.items() if any(t.is_meta for t in tensors)]
         for module in fresh:
@@ -99,11 +99,11 @@ class Fill:
         self._fill(fresh)
 
     def values(self, model: nn.Module) -> None:
-        """Give values to all parameters and buffers of a model, which must have storage."""
+        """Fill all parameters and buffers of a model, which must be allocated."""
         self._fill(list(model.modules()))
 
     def finish(self) -> None:
-        """Check that every parameter has been given its values."""
+        """Check that every parameter has been filled."""
         assert not self._missing, f"never filled: {sorted(self._missing)}"
 
     def _fill(self, modules: Sequence[nn.Module]) -> None:
@@ -136,7 +136,7 @@ class Fill:
                 fill_random(name, parameter, std=std, seed=self.seed, device=self.device)
 
     def _fill_buffers(self, modules: Sequence[nn.Module]) -> None:
-        """Compute buffers; ModelError for one that neither its class nor the files have."""
+        """Compute buffers; ModelError for a buffer that neither the class nor the files provide."""
         for module in modules:
             unknown = fill_buffers(self.model.causal_lm, module, device=self.device)
             names = [name_in_files(self.names[module]) + name for name in unknown]
@@ -150,12 +150,12 @@ class Fill:
 
 
 def _is_in(saved: weights.SavedWeights, name: str) -> bool:
-    """True for a parameter to read from the files: not an adapter, nor a score they lack."""
+    """True for a parameter to read from the files: no adapter, and no score head they lack."""
     return not is_adapter(name) and (name != SCORE or saved.has(SCORE))
 
 
 def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the module's own persistent buffers; transformers reads no others from files."""
+    """Return the module's persistent buffers, the only ones that transformers reads from files."""
     # state_dict itself uses this set
     left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
     return [each for each in module.named_buffers(recurse=False) if each[0] not in left_out]
@@ -184,7 +184,7 @@ def _check_files(
 
 
 def _other_names(model: Decoder, saved: weights.SavedWeights) -> dict[str, str]:
-    """Map the embedding's name to the head's, if files have a tied weight only as the head's."""
+    """Map the embedding's name to the head's if files have a tied weight only under the latter."""
     tied = [
         name_in_files(name)
         for name, p in model.named_parameters(remove_duplicate=False)

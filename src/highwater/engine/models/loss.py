@@ -3,7 +3,7 @@
 Logits are never held in float32, and in the chunked loss never as a whole. Only log-probability and
 entropy are fused; objectives are ordinary functions of both (engine/training/objectives.py).
 
-Shapes:  N tokens whose log-probability is wanted  E hidden size  V vocabulary
+Shapes:  N tokens whose log-probability is computed  E hidden size  V vocabulary
 
 Bytes per N x V, forward and backward, at 2 bytes an element: ``full`` 2 (the logits, overwritten by
 their own gradient), ``chunked`` 0; the entropy adds none. Measured by benchmarks/loss.py on a GPU.
@@ -36,18 +36,18 @@ class TokenStatistics(NamedTuple):
 
 class LogitRange:
     """Smallest and largest logit given to the softmax since the last reset, and sums over tokens of
-    each one's smallest and largest. Costs a pass over the logits, and four numbers on the device.
+    each token's smallest and largest. Costs a pass over the logits, and four values on the device.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all logits."""
+        """Drop all logits seen so far."""
         self._seen: Tensor | None = None
 
     def see(self, logits_NV: Tensor, transform: LogitTransform = PLAIN) -> None:
-        """Widen the range to these logits of the head, transformed as for the softmax."""
+        """Extend the range by these logits of the head, transformed as for the softmax."""
         if not len(logits_NV):
             return
         least_N, largest_N = (
@@ -81,14 +81,14 @@ def token_statistics(
     """Statistics of the distribution of each token, ``softmax(transform(hidden @ weight.T))``.
 
     ``full`` computes the logits once and keeps them for the backward pass; ``chunked`` keeps three
-    numbers per token and computes each chunk's logits twice. Both give the same values and
-    gradients up to the order of summation.
+    values per token and computes each chunk's logits twice. Both give the same values and gradients
+    up to the order of summation.
 
     ``logprob_gradient`` is the derivative of the caller's loss by each log-probability, if it is
     known beforehand and the entropies are not part of the loss. Then ``chunked`` computes logits
-    only once: gradients are made in the forward pass, and the backward pass returns them whatever
-    gradient it is given. If no gradient is recorded nothing is kept, and both losses go in chunks.
-    ``logit_range`` follows the logits.
+    only once: gradients are computed in the forward pass, and the backward pass returns them,
+    ignoring the gradient that it is given. Without autograd nothing is kept, and both losses run in
+    chunks. ``logit_range`` is updated by the logits.
     """
     if logprob_gradient is not None and loss == "chunked" and torch.is_grad_enabled():
         return TokenStatistics(
@@ -118,7 +118,7 @@ def chunk_rows(weight_VE: Tensor) -> int:
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Autograd function that keeps the logits, or computes them again in the backward pass."""
+    """Autograd function that keeps the logits, or recomputes them in the backward pass."""
 
     @staticmethod
     def forward(

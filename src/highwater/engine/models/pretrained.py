@@ -85,7 +85,7 @@ class _File(NamedTuple):
 class PretrainedDirectory:
     """Weight files that are being written.
 
-    Open it with all parameters' shapes, write their values in that order, then leave the block.
+    Construct it with all parameters' shapes, write their values in that order, then end the block.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PretrainedDirectory:
         self._open: tuple[Path, IO[bytes]] | None = None
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write the next parameter, of which ``tensor`` is the whole, in host memory."""
+        """Write the next parameter; ``tensor``: the unsharded values, in host memory."""
         path, file = self._file_of[name]
         if self._open is None or self._open[0] != path:
             self._close_file()
@@ -155,7 +155,7 @@ class PretrainedDirectory:
         self.written_bytes += _write_json(self._directory / "model.safetensors.index.json", index)
 
     def _planned(self, shapes: Mapping[str, Tensor]) -> list[_File]:
-        """Assign parameters to files, in order; all tensors of a parameter are in one file."""
+        """Assign parameters to files, in order; the tensors of one parameter share a file."""
         files, filled_bytes = [_File({})], 0
         for name, shape in shapes.items():
             filled_bytes += shape.nbytes
@@ -306,7 +306,7 @@ def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -
 
 
 def _make(source: Path, target: Path, seed: int, missing: MissingFiles) -> None:
-    """Make the directory: link the files that the model has, write those that it lacks."""
+    """Make the directory: link the files that the model has, write the missing ones."""
     target.mkdir(parents=True)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     if missing.weights:
@@ -347,7 +347,7 @@ def write_tokenizer(directory: Path, *, vocab_size: int) -> None:
 
 
 def _write_weights(config: PreTrainedConfig, source: Path, directory: Path, seed: int) -> None:
-    """Write random weights, and the config that belongs to them."""
+    """Write random weights, and a config for them."""
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")  # drawn weights are not quantised
     with torch.device("meta"):
@@ -370,7 +370,7 @@ def _write_weights(config: PreTrainedConfig, source: Path, directory: Path, seed
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the model's persistent buffers by name, with the values that its class computes."""
+    """Return the model's persistent buffers by name, with the values its class computes."""
     saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     modules = {name.rpartition(".")[0] for name in saved}
     for place in sorted(modules):
@@ -388,7 +388,7 @@ def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 def _values(
     parameters: Mapping[str, nn.Parameter], *, std: float, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every name with random values, drawn for as many parameters at once as cores."""
+    """Yield every name with random values; as many parameters at once are drawn as cores."""
 
     def drawn(name: str) -> tuple[str, Tensor]:
         like = parameters[name]

@@ -1,10 +1,10 @@
-"""Random weights: the same numbers in a parameter, whichever rank holds them, in any layout.
+"""Random weights: the same values of a parameter, whichever rank holds them, in any layout.
 
 A parameter's rows, joined to one sequence, are drawn in chunks. Each chunk has its own random
 stream, named by the seed, the parameter and the chunk's number, and a rank draws the chunks that
 its rows overlap. So FSDP1 and FSDP2, one rank and many, on the GPU and offloaded, start from the
-same numbers on one kind of device. They are drawn in float32 whatever the parameter's dtype: a
-narrow copy of a model is the wide one, rounded.
+same values on one kind of device. They are drawn in float32 whatever the parameter's dtype: a
+bfloat16 copy of a model is the float32 one, rounded.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ def fill_random(
     """Fill this rank's rows of a parameter.
 
     Vectors named ``weight`` (norms) become 1, biases 0, the rest normal with deviation ``std``.
-    Numbers are drawn on ``device``: a GPU is a hundred times faster than a host.
+    Values are drawn on ``device``: a GPU is a hundred times faster than a host.
     """
     local = local_shard(parameter.detach())
     if parameter.ndim == 1 and name.endswith("bias"):
@@ -43,7 +43,7 @@ def fill_random(
 def draw(
     own: Tensor, *, first: int, total: int, stream: str, std: float, device: torch.device
 ) -> None:
-    """Fill ``own`` with numbers ``first``, ``first + 1``, ... of a stream of ``total`` numbers."""
+    """Fill ``own`` with values ``first``, ``first + 1``, ... of a stream of ``total`` values."""
     generator = torch.Generator(device)
     last = first + len(own)
     in_place = own.device.type == device.type and own.dtype == torch.float32

@@ -103,7 +103,7 @@ def prove_rows(transform: LogitTransform, device: torch.device) -> None:
 def _both_passes(
     logits_NV: Tensor, labels_N: Tensor, upstream_2N: Tensor, transform: LogitTransform
 ) -> tuple[Tensor, ...]:
-    """Return the statistics of logits, and the gradient, which overwrites a copy of the logits."""
+    """Return the statistics of logits, and their gradient, written over a copy of the logits."""
     labels_N, upstream_2N = labels_N.to(logits_NV.device), upstream_2N.to(logits_NV)
     logits_NV = logits_NV.clone()
     of = row_kernels.statistics(logits_NV, labels_N, transform)
@@ -158,7 +158,7 @@ def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) ->
 
 
 class _Answering(nn.Module):
-    """Stand-in for backbone and decoder: records its inputs, always returns the same output."""
+    """Stand-in for backbone and decoder: records its inputs, and returns a fixed output."""
 
     def __init__(self, hidden_1TE: Tensor) -> None:
         super().__init__()
@@ -173,13 +173,13 @@ class _Answering(nn.Module):
         return self
 
     def forward(self, input_ids: Tensor | None = None, **_: Any) -> BaseModelOutputWithPast:
-        """Return the hidden states, whatever the tokens are."""
+        """Return the fixed hidden states, whatever the tokens are."""
         self.heard.append(input_ids)
         return _HeadOutput(last_hidden_state=cast(Any, self.hidden_1TE))
 
 
 class _HeadOutput(BaseModelOutputWithPast):
-    """Model output in which every other field that a family reads is None."""
+    """Model output in which every further field that a family reads is None."""
 
     def __getattr__(self, _: str) -> None:
         return None

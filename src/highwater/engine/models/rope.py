@@ -1,7 +1,7 @@
-"""RoPE past the native length: YaRN, the model's own scaling up to its maximum, or a refusal. Also
+"""RoPE past the native length: YaRN, or the model's own scaling up to its maximum. Also
 frequencies that depend on a document's length: ``longrope`` has two sets, ``dynamic`` grows them.
-transformers takes the largest position for the length, which in a packed row or a rank's share is
-no document's length: here each document gets the frequencies of its own length.
+transformers uses the largest position as the length, which in a packed row or a rank's share is no
+document's length: here each document has the frequencies of its own length.
 
 Shapes:  T packed tokens of this rank  F frequencies, half the channels that are rotated
 Source: Ding et al., LongRoPE, https://arxiv.org/abs/2402.13753; transformers'
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from highwater.engine.parallel.sequence_layout import Part
-from highwater.errors import ModelError, UsageError
+from highwater.errors import ModelError
 from highwater.model.rope import grows, kept_parameters, yarn_parameters
 from highwater.nouns.settings import Rope
 
@@ -29,29 +29,17 @@ def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> N
 
     YaRN's factor is length / native length; for a model with its own scaling and ``rope="yarn"``,
     the native length is the one that its scaling started from. Scaling that grows with the length
-    (``dynamic``) has no maximum. Raises UsageError past a maximum.
+    (``dynamic``) has no maximum. Lengths past a maximum are refused where a trial is planned.
     """
     native = config.max_position_embeddings
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     own_scaling = parameters.get("rope_type", "default") != "default"
     if length_tokens <= native and not (own_scaling and rope == "yarn"):
         return
-    if "rope_type" not in parameters:
-        by_kind = "its RoPE for each kind of layer is not scaled"
-        why = by_kind if parameters else "it has no RoPE to scale"
-        raise UsageError(
-            f"{length_tokens} tokens are past the {native} that {config.model_type} was made for, "
-            f"and {why}",
-            hint=f"use `--max-length {native}`",
-        )
+    assert "rope_type" in parameters, f"{config.model_type} has no one RoPE to scale"
     if own_scaling and rope == "auto":
-        if grows(parameters):
-            return
-        raise UsageError(
-            f"{length_tokens} tokens are past the {native} up to which the model's own "
-            f"{parameters['rope_type']} scaling goes",
-            hint=f"use `--max-length {native}`, or `--rope yarn` to replace it",
-        )
+        assert grows(parameters), f"the model's own scaling goes up to {native} tokens"
+        return
     if own_scaling:
         native = parameters.get("original_max_position_embeddings", native)
     if length_tokens <= native:
@@ -117,7 +105,7 @@ class DocumentRope(nn.Module):
         return tuple(torch.cat(each, dim=1) for each in zip(*found, strict=True))
 
     def _telling(self, layer_type: str | None, part: Part) -> int | None:
-        """Return a length in tokens with this document's frequencies; None: the original ones."""
+        """Return a length in tokens with this document's frequencies; None: the unscaled ones."""
         config: Any = self.theirs.config
         tokens = part.document_tokens
         if self.kinds[layer_type] != "longrope":
@@ -146,7 +134,7 @@ class DocumentRope(nn.Module):
 class PhimoeRope(DocumentRope):
     """Phimoe's rotary module, whose cosines and sines have a scale that depends on the length.
 
-    Its frequencies do not: all documents have those of short ones.
+    Its frequencies do not depend on it: all documents have those of short ones.
     """
 
     def forward(
@@ -179,7 +167,7 @@ class PhimoeRope(DocumentRope):
 def follow_documents(causal_lm: PreTrainedModel) -> list[DocumentRope]:
     """Wrap every rotary module that depends on the length in a DocumentRope, in place; return them.
 
-    Raises ModelError if the config asks for such RoPE and no module has a ``rope_type``.
+    Raises ModelError if the config has such RoPE and no module has a ``rope_type``.
     """
     rotaries = [
         (parent, name, m)
@@ -209,7 +197,7 @@ def depends_on_length(kind: str) -> bool:
 
 
 def _kinds(module: nn.Module) -> tuple[str, ...]:
-    """Return the kinds of RoPE that a rotary module names; none for any other module."""
+    """Return the kinds of RoPE that a rotary module names; empty for any other module."""
     said = getattr(module, "rope_type", None)
     if isinstance(said, str):
         return (said,)

@@ -7,9 +7,9 @@ are split into micro-batches and ranks (docs/decisions/008). For a single docume
 what transformers adds to the loss; for several in one batch transformers takes f and P over all of
 them, and its value depends on the split.
 
-Only P has a gradient, so ranks that share a document need to exchange only how often each expert
-was chosen: f of the whole document, times a rank's own probabilities, is that rank's share of the
-loss, and its gradient is the whole's.
+Only P has a gradient, so that ranks that share a document exchange only how often each expert was
+chosen: f of the whole document, times a rank's own probabilities, is that rank's share of the loss,
+with the right gradient.
 
 Shapes:  T tokens of this rank  D documents of the micro-batch  X experts  K experts per token
 Source: Fedus et al., Switch Transformers, https://arxiv.org/abs/2101.03961, equations 4 to 6, as
@@ -34,7 +34,7 @@ _ITS_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 class Routers:
-    """Sums up a model's routers' outputs in a forward pass, for their auxiliary loss.
+    """Sums up the outputs of a model's routers in a forward pass, for their auxiliary loss.
 
     The repeated forward pass of a recomputation is not counted.
     """
@@ -47,7 +47,7 @@ class Routers:
         experts_per_token: int,
         coefficient: float,
     ) -> None:
-        """Hook the routers, whose outputs have the logits (T, X) at index ``output``."""
+        """Hook the routers; ``output``: index of the logits (T, X) in their outputs."""
         self.experts_per_token = experts_per_token
         self.coefficient = coefficient
         self._output = output
@@ -112,9 +112,9 @@ class Routers:
 
 
 def follow_routers(causal_lm: nn.Module) -> Routers | None:
-    """Follow a model's routers if its config asks for their auxiliary loss; None if it does not.
+    """Follow a model's routers if its config asks for their auxiliary loss; else return None.
 
-    The config is read as transformers reads it. Raises ModelError if the loss is asked for and the
+    The config is read as transformers reads it. Raises ModelError if the loss is requested and the
     family computes it in a way of its own.
     """
     loose: Any = causal_lm

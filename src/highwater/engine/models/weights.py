@@ -1,14 +1,14 @@
 """Saved weights: each rank reads only its own rows of every parameter.
 
-Either the tensors that transformers would load are read, or the files are refused. Every parameter
-must be in the files, whole and of the config's shape, and no tensor may be left over, except those
-that the family's class ignores: a bias that the config does not enable, or layers past its number,
-would make it another model. transformers' own table (``conversion_mapping.py``) tells which
-prefixes are renamed, and which experts one tensor joins; here a tensor of one expert is called
+This reads the tensors that transformers would load, or refuses the files. Every parameter must be
+in the files, whole and of the config's shape, and no tensor may be left over, except those that the
+family's class ignores: a bias that the config does not enable, or layers past its number, would
+make it another model. transformers' own table (``conversion_mapping.py``) tells which prefixes are
+renamed, and which experts one tensor joins; here a tensor of one expert is called
 ``experts.3.gate_proj.weight``, ``up_proj`` or ``down_proj``, whatever the file calls it.
 
-Shapes, of MXFP4:  X experts  I inputs  O outputs  G groups of 32 numbers  B 16 bytes of two
-                   numbers each
+Shapes, of MXFP4:  X experts  I inputs  O outputs  G groups of 32 elements  B 16 bytes of two
+                   elements each
 """
 
 import pickle
@@ -39,8 +39,7 @@ from highwater.model.model_config import TEXT_OF, read_config
 from highwater.model.weight_files import (
     MXFP4_BLOCKS,
     MXFP4_SCALES,
-    quantised_tensor,
-    refuse_quantised_tensor,
+    refuse_quantised_tensors,
     weight_files,
 )
 from highwater.nouns.objective import BASE_PREFIX
@@ -66,7 +65,7 @@ _UNREADABLE = (
 
 
 class SavedWeights:
-    """Weight files of a directory, open: tensors by name, read from disk when asked for."""
+    """Open weight files of a directory: tensors by name, read from disk on demand."""
 
     def __init__(
         self, directory: str, where: Mapping[str, Any], written: Mapping[str, str] | None = None
@@ -117,7 +116,7 @@ class SavedWeights:
         return found
 
     def written(self, name: str) -> str:
-        """Return a tensor's name in the files; for a tensor that they lack, ``name`` itself."""
+        """Return a tensor's name in the files; ``name`` itself if they do not have the tensor."""
         return self._written.get(name, name)
 
     @property
@@ -167,7 +166,7 @@ class SavedWeights:
                 buffer.copy_(self._tensor(name))
 
     def _names(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """Return the names of a parameter's tensors; ModelError if one is lacking or misshapen."""
+        """Return the names of a parameter's tensors; ModelError if one is missing or misshapen."""
         blocks, scales = name + MXFP4_BLOCKS, name + MXFP4_SCALES
         fused = _FUSED_EXPERTS.fullmatch(name)
         if name in self._where:
@@ -202,7 +201,7 @@ class SavedWeights:
         return self._where[name].get_tensor(self._written[name])
 
     def _slice(self, name: str) -> Any:
-        """Return the tensor as safetensors' slice, which reads only rows that are asked for."""
+        """Return the tensor as a safetensors slice, which reads only the rows that are indexed."""
         return self._where[name].get_slice(self._written[name])
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
@@ -227,7 +226,7 @@ class _Unpickled(dict[str, Tensor]):
 
 @contextmanager
 def opened(directory: str) -> Generator[SavedWeights | None, None, None]:
-    """Context manager: open the weights in a directory; None if there are none."""
+    """Context manager: open the weights in a directory; None if it has none."""
     files = weight_files(Path(directory))
     with ExitStack() as stack:
         where: dict[str, Any] = {}
@@ -272,7 +271,7 @@ def _shape(part: Any) -> tuple[int, ...]:
 
 
 def _unpickled(file: Path) -> _Unpickled:
-    """Read a file in PyTorch's own format; anything in it that is not a tensor is refused."""
+    """Read a file in PyTorch's own format; ModelError if it contains anything but tensors."""
     try:
         tensors: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except _UNREADABLE as error:
@@ -293,7 +292,7 @@ def _unpickled(file: Path) -> _Unpickled:
         name: "F8" if "float8" in str(t.dtype) else narrow.get(t.dtype, "")
         for name, t in named.items()
     }
-    refuse_quantised_tensor(quantised_tensor(dtypes, is_mxfp4=False), file.parent)
+    refuse_quantised_tensors(dtypes, file.parent)
     return _Unpickled(named)
 
 
@@ -305,7 +304,7 @@ def names_in_model(causal_lm: PreTrainedModel, saved: Iterable[str]) -> dict[str
     """Map every saved tensor's name to its parameter's name in the model, to a name of one expert
     if the model joins experts, or to itself if the model has no such tensor.
 
-    Raises ModelError for tensors that the family combines in a way that is not known here.
+    Raises ModelError for tensors that the family combines in an unknown way.
     """
     transforms = get_model_conversion_mapping(causal_lm)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]

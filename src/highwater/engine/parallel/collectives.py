@@ -1,6 +1,6 @@
 """Collectives with gradients, and transfers between the ranks of a ring.
 
-Ulysses attention trades the sequence shard for a head shard around one attention call.
+Ulysses attention exchanges the sequence shard for a head shard around one attention call.
 
 Shapes, per rank:  B 1  S packed tokens  s = S/U  H query heads  h = H/U  K key/value heads
                    k = max(K, U)/U  D head size  U ``ulysses_degree``
@@ -23,14 +23,14 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all over dimension 0, cut into equal parts, one for each rank.
 
-    Part i goes to rank i, and part i of the result came from rank i. Differentiable: the gradient
-    of a part goes back to where the part came from.
+    Part i is sent to rank i, and part i of the result is from rank i. Differentiable: the gradient
+    of a part is sent back to the rank that it came from.
     """
     return _Collective.apply(tensor, group, _all_to_all, _all_to_all)
 
 
 def routed(tensor_TX: Tensor, there: Route, back: Route, group: dist.ProcessGroup) -> Tensor:
-    """Send the tokens, TX, of all ranks that share a row along a route; gradients return."""
+    """Send the tokens, TX, of all ranks that share a row along a route; differentiable."""
     ways = (partial(_moved, route=route) for route in (there, back))
     return _Collective.apply(tensor_TX, group, *ways)
 
@@ -48,7 +48,7 @@ def gather_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum every rank's tensor, with the result on every rank.
 
-    Differentiable: a part's gradient is the sum of the gradients that all ranks have for the sum.
+    Differentiable: a tensor's gradient is the sum over ranks of the gradients of the result.
     """
     return tensor if group is None else _Collective.apply(tensor, group, _all_reduce, _all_reduce)
 
@@ -70,8 +70,8 @@ def pass_on(
 def swap(
     sent: Tensor | None, received: Tensor | None, *, to: int, source: int, group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Start sending a contiguous tensor to one rank of a group and receiving one from another;
-    None: nothing is sent or received. Returns the transfers to wait for.
+    """Start sending a contiguous tensor to rank ``to`` of a group and receiving one from
+    ``source``; None: nothing is sent or received. Returns the transfers to wait for.
     """
     transfers: list[dist.P2POp] = []
     if sent is not None:
@@ -89,7 +89,7 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Collective(torch.autograd.Function):
-    """Autograd function of a collective, and of its adjoint in the backward pass."""
+    """Autograd function of a collective, with its adjoint in the backward pass."""
 
     @staticmethod
     def forward(
@@ -150,7 +150,7 @@ def attend_sharded(
 
 
 def scatter_heads(tensor_BHsD: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
-    """Trade all heads of this rank's positions for all positions of this rank's heads: BhSD."""
+    """Exchange all heads of this rank's positions for all positions of its own heads: BhSD."""
     # Ranks must be dimension 0, which is the one that an all-to-all splits.
     parts_UsBhD = tensor_BHsD.unflatten(1, (degree, -1)).permute(1, 3, 0, 2, 4)
     whole_SBhD = exchange(parts_UsBhD, group).flatten(0, 1)
@@ -158,7 +158,7 @@ def scatter_heads(tensor_BHsD: Tensor, group: dist.ProcessGroup, degree: int) ->
 
 
 def gather_heads(tensor_BShD: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
-    """Trade all positions of this rank's heads for all heads of this rank's positions: BsHD."""
+    """Exchange all positions of this rank's heads for all heads of its own positions: BsHD."""
     parts_UsBhD = tensor_BShD.unflatten(1, (degree, -1)).permute(1, 2, 0, 3, 4)
     sharded_UsBhD = exchange(parts_UsBhD, group)
     return sharded_UsBhD.permute(2, 1, 0, 3, 4).flatten(2, 3)

@@ -1,8 +1,8 @@
-"""FSDP1 over a model on meta, layer by layer: fill a unit, flatten it, and cut it over the ranks.
+"""FSDP1 over a model on meta, layer by layer: fill a unit, flatten it, and shard it over the ranks.
 
 While the model is built, a rank's device holds the shards of the units so far and one whole unit,
-briefly twice, and never the model. In a step it holds what FSDP2 does: float32 shards, one narrow
-unit at a time and the next; a single rank keeps the whole model.
+briefly twice, and never the model. In a step it holds as much as with FSDP2: float32 shards, the
+current unit and the next in the compute dtype; a single rank keeps the whole model.
 
 With ``CPUOffload(offload_params=True)`` parameters and optimizer states are in host memory, and the
 update runs there. Gradients leave the GPU later than FSDP2's: each unit's reduced shard is copied
@@ -39,7 +39,7 @@ def shard_flat(
     offload: bool = False,
     use_orig_params: bool = True,
 ) -> nn.Module:
-    """Wrap the model by units: ``materialise`` fills one, FSDP1 cuts it, then the next follows.
+    """Wrap the model unit by unit: ``materialise`` fills a unit, FSDP1 shards it, then the next.
 
     The wrapper has all attributes of the model. Gradients are summed over the ranks, not averaged:
     a rank's loss is its share of the batch's. With ``use_orig_params`` the model keeps its own
@@ -85,9 +85,9 @@ class OffloadedFsdp1(FullyShardedDataParallel):
         self._totals: dict[nn.Parameter, Tensor] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Set the parameters' gradients aside, then run the forward pass.
+        """Move the parameters' gradients to ``_totals``, then run the forward pass.
 
-        Otherwise FSDP1 would add to them, or to its copy of them, unnoticed.
+        Otherwise FSDP1 would silently add to these gradients, or to its copy of them.
         """
         if torch.is_grad_enabled():
             for parameter in self.parameters():
@@ -96,7 +96,7 @@ class OffloadedFsdp1(FullyShardedDataParallel):
         return super().forward(*args, **kwargs)
 
     def add_up(self) -> None:
-        """Give every parameter the sum of its gradients since they were last zeroed."""
+        """Set each parameter's gradient to the sum of its gradients since they were zeroed."""
         for parameter in self.parameters():
             total, fresh = self._totals.pop(parameter, None), parameter.grad
             if fresh is not None:
@@ -119,10 +119,10 @@ def release_gradients(model: nn.Module) -> None:
 
 
 def _sum_to_shard(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> None:
-    """Sum one unit's gradient over the ranks; each rank gets its part of the sum."""
+    """Sum a unit's gradient over the ranks; each rank receives its shard of the sum in ``own``."""
     # A deprecated name, because torch 2.11 has no other.
     dist.reduce_scatter_tensor(own, whole, group=group)  # pyright: ignore[reportDeprecated]
 
 
 def _keep(_: dist.ProcessGroup, __: Tensor) -> None:
-    """Leave a single rank's gradient as it is; a sum would make a communicator for nothing."""
+    """Leave a single rank's gradient unchanged; a sum would create a useless communicator."""

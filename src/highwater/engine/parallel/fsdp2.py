@@ -1,4 +1,5 @@
-"""FSDP2 over a finished model: float32 shards, one narrow layer at a time, float32 reduction.
+"""FSDP2 over a finished model: float32 shards, one layer at a time in the compute dtype, float32
+reduction.
 
 With offload the shards, their gradients and so the optimizer's states are in host memory. A layer's
 shard is copied to the GPU when the layer is gathered, and its reduced gradient is copied back at
@@ -79,7 +80,7 @@ def shard(
 
 
 def release(model: nn.Module) -> None:
-    """Free parameters that a forward pass gathered for a backward pass that will not come.
+    """Free parameters that a forward pass gathered, if no backward pass will free them.
 
     These are the root group's: embedding and head.
     """

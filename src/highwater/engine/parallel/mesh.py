@@ -1,4 +1,4 @@
-"""Process groups and device mesh of a trial: joined, warmed up and left in one place."""
+"""Process groups and device mesh of a trial: create, warm up and destroy them."""
 
 import os
 import sys
@@ -41,7 +41,7 @@ def join(device: torch.device) -> None:
 
 
 def join_alone(device: torch.device) -> None:
-    """Make a group of this process alone, with its store in this process's memory."""
+    """Make a process group of this process alone, with an in-memory store."""
     # gloo listens even without peers, by default on an interface that others can reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
@@ -52,11 +52,11 @@ def _backend(device: torch.device) -> str:
 
 
 def _store(rank: int, ranks: int) -> dist.Store | None:
-    """Return the store through which the ranks find each other; None: torch finds it.
+    """Return the store through which the ranks find each other; None: torch chooses it.
 
-    A file needs no port. Without a file the ranks were started by torchrun, for example, and meet
-    through its server, which listens on every interface. A process that joins again, after it has
-    left, needs a new name in the store: ranks would read each other's old messages.
+    A file needs no port. Without a file the ranks were started by torchrun, for example, and use
+    its server, which listens on every interface. A process that joins again, after it has left,
+    needs a new name in the store: ranks would read each other's old messages.
     """
     path, before = os.environ.get(STORE_VARIABLE), next(_JOINED)
     if path is not None:
@@ -105,15 +105,15 @@ def copies(mesh: DeviceMesh) -> int:
 
 
 def sharing(sequence: dist.ProcessGroup | None) -> int:
-    """Return the number of ranks that share a sequence; None: one rank has it to itself."""
+    """Number of ranks that share a sequence; 1 for None."""
     return 1 if sequence is None else dist.get_world_size(sequence)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroups:
-    """Groups of ranks that share this rank's sequences; all None if it has them to itself.
+    """Groups of ranks that share this rank's sequences; all None if no other rank does.
 
-    They are neighbours, numbered ``ring rank * ulysses_degree + ulysses rank``.
+    These ranks are neighbours, numbered ``ring rank * ulysses_degree + ulysses rank``.
     """
 
     every: dist.ProcessGroup | None = None
@@ -161,7 +161,7 @@ def sequence_groups(layout: Layout, mesh: DeviceMesh) -> SequenceGroups:
 
 
 def _own_group(every: Sequence[Sequence[int]], mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return this rank's one of these groups, which together have all ranks."""
+    """Return the group of ``every``, which together have all ranks, that has this rank."""
     if len(every) == 1:
         return all_ranks(mesh)
     # Every rank makes every group, in the same order: making one is a collective of all ranks.
@@ -171,9 +171,9 @@ def _own_group(every: Sequence[Sequence[int]], mesh: DeviceMesh) -> dist.Process
 
 
 def warm_up(mesh: DeviceMesh, shared: SequenceGroups, *, has_states: bool = False) -> None:
-    """Run each collective of a step once, on a few numbers; ``has_states``: of linear attention.
+    """Run each collective of a step once, on tiny tensors; ``has_states``: of linear attention.
 
-    Its buffers then exist before memory is measured.
+    NCCL's buffers then exist before memory is measured.
     """
     if mesh.size() == 1:
         return
@@ -198,7 +198,7 @@ def warm_up(mesh: DeviceMesh, shared: SequenceGroups, *, has_states: bool = Fals
 
 
 def gather_and_reduce(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    """Run the collectives that sharded models use: gather, reduce to parts, reduce everywhere."""
+    """Run the collectives of sharded models: all-gather, reduce-scatter, all-reduce."""
     # Deprecated names, because torch 2.11 has no others.
     dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
     dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]
@@ -213,7 +213,7 @@ def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def every_ranks(values: Sequence[float], dtype: torch.dtype, mesh: DeviceMesh) -> list[list[Any]]:
-    """Return every rank's values, on the host, in the order of the ranks; counts may differ."""
+    """Return every rank's values, on the host, in rank order; numbers of values may differ."""
     if mesh.size() == 1:
         return [list(values)]
     own = torch.tensor(values, dtype=dtype)

@@ -3,9 +3,9 @@
 FSDP2 copies a layer's reduced gradient into pinned memory, beside the computation, only if the
 parameter has no gradient yet; else it waits for the copy, into newly allocated memory, and the GPU
 stands still. So here no parameter has a gradient while a backward pass runs. Each gradient that
-FSDP2 leaves is taken away two layers later, when its copy is done, and added to a sum that is kept
-elsewhere until the pass ends: the same numbers, in the same order (docs/decisions/005). The pinned
-memory is PyTorch's: it holds a few layers' gradients, and at the end the embedding's and the head's
+FSDP2 leaves is removed two layers later, when its copy is done, and added to a separate sum until
+the pass ends: the same values, in the same order (docs/decisions/005). The pinned memory is
+PyTorch's: it holds a few layers' gradients, and at the end the embedding's and the head's
 (``model/footprint.py`` counts them).
 
 FSDP2's records of a parameter (its shard, and the event behind the copy) are private: read in torch
@@ -51,7 +51,7 @@ def adding_up(model: nn.Module) -> Generator[None]:
 
 
 def add_up_on_host(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Prepare a model that FSDP2 shards and offloads for ``adding_up``."""
+    """Prepare a model that FSDP2 shards and offloads for use within ``adding_up``."""
     loose: Any = model
     setattr(loose, _NAME, HostGradients(model, layers))
 
@@ -69,7 +69,7 @@ class HostGradients:
             layer.register_forward_hook(partial(self._listen, index + 1))
 
     def set_aside(self) -> None:
-        """Begin a backward pass: hide the gradients, as FSDP2 must not find any."""
+        """Begin a backward pass: remove gradients from parameters, as FSDP2 requires."""
         assert not self._is_running, "one backward pass at a time"
         self._is_running = True
         for shard in self._all():
@@ -77,20 +77,20 @@ class HostGradients:
                 self._sums[shard], shard.sharded_param.grad = shard.sharded_param.grad, None
 
     def add_up(self) -> None:
-        """End a backward pass that succeeded: add all gradients that it left."""
+        """End a successful backward pass: add up all gradients that are still to be added."""
         for unit in self._units:
             self._take(unit)
         self._add(until=0)
 
     def give_back(self) -> None:
-        """Make the sums the parameters' gradients again."""
+        """Set the parameters' gradients to the sums, after a backward pass."""
         self._pending.clear()
         for shard in self._all():
             shard.sharded_param.grad = self._sums.pop(shard, None)
         self._is_running = False
 
     def _listen(self, following: int, _module: nn.Module, _inputs: object, output: object) -> None:
-        """Hook the gradient of this layer's output: when it comes, the next layer's is reduced."""
+        """Hook the gradient of this layer's output: at that moment the next layer is reduced."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._after, following))
@@ -112,7 +112,7 @@ class HostGradients:
 
     @torch.no_grad()
     def _add(self, *, until: int) -> None:
-        """Add gradients to their sums, the oldest unit first, until ``until`` units are pending."""
+        """Add gradients to their sums, the oldest unit first, until ``until`` units remain."""
         while len(self._pending) > until:
             for shard, gradient, copied in self._pending.popleft():
                 if copied is not None:
@@ -127,7 +127,7 @@ class HostGradients:
 
 
 class _Fresh(NamedTuple):
-    """Gradient that FSDP2 left for one shard in one backward pass."""
+    """Gradient that FSDP2 left on one shard in one backward pass, and its copy's event."""
 
     shard: Any
     gradient: Any

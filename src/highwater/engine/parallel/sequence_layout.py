@@ -31,7 +31,7 @@ Integers = NDArray[np.int64]
 
 
 class Part(NamedTuple):
-    """One rank's share of one document."""
+    """One rank's share of one document, in tokens."""
 
     document_tokens: int
     """Tokens of the whole document, on all ranks together."""
@@ -59,7 +59,7 @@ class Share:
 
 
 class Route(NamedTuple):
-    """How a rank's tokens go to the ranks that need them next, and how it receives others."""
+    """How a rank's tokens are sent to the ranks that need them next, and how many it receives."""
 
     leaving_T: Tensor
     """Indices of the rank's tokens, in the order in which they are sent."""
@@ -104,7 +104,7 @@ class SequenceLayout:
         return (*padded, rest) if rest else tuple(padded)
 
     def share_of(self, rank: int) -> Share:
-        """Return the share of one rank; cached, because every model of a step asks again."""
+        """Return the share of one rank; cached, because every model of a step calls this."""
         return _kept(self, rank)
 
     def cut(self, rank: int) -> Share:
@@ -124,12 +124,12 @@ class SequenceLayout:
 
     def routes_of(self, rank: int, device: torch.device) -> tuple[Route, Route]:
         """Return the route to slices of the padded row in row order, one for each rank in rank
-        order, and the route back; cached, because every layer that needs them asks again.
+        order, and the route back; cached, because many layers call this.
         """
         return _kept_routes(self, rank, device)
 
     def restored(self, ranks_PX: Tensor) -> Tensor:
-        """Return the row's tokens in order, SX, from all ranks' tokens, rank after rank."""
+        """Return the row's tokens in order, SX, from all ranks' tokens in rank order, PX."""
         order_P = self.order()
         places_P = np.empty_like(order_P)
         places_P[order_P] = np.arange(len(order_P))
@@ -174,7 +174,7 @@ class SequenceLayout:
         return np.arange(self.tokens) + np.repeat(shift, lengths)
 
     def _of_each(self, values: Integers) -> Integers:
-        """Repeat a value of each padded document for each of its tokens."""
+        """Repeat a padded document's value for each of its tokens."""
         return np.repeat(values, self.padded_lengths)
 
 

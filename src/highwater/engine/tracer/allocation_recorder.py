@@ -1,8 +1,8 @@
 """Allocation recorder: record as events, in order, when each storage that a step's operators return
 on the device is allocated, resized and freed.
 
-An allocation that a stream other than its own used is first given back, and is free only when the
-GPU is done on that stream; hosts wait for that now and then.
+If a stream other than its own used an allocation, it is first given back, and freed only when the
+GPU has finished on that stream; the host waits for that from time to time.
 
 Kernel workspaces, which a kernel allocates for itself and frees before it returns, are added by
 rules here: no fake tensor shows them.
@@ -40,7 +40,7 @@ Round = TypeVar("Round")
 
 
 def _in_flash_backward(args: Sequence[Any]) -> list[int]:
-    """Workspace bytes: a float32 number per token and query head, and q's gradient in float32, with
+    """Workspace bytes: a float32 value per token and query head, and q's gradient in float32, with
     head sizes rounded up to 32; if query heads share keys, also k's and v's for every query head.
     Source: docs/results/layer; H200 recordings in docs/results/lab/trinity_trials.json; tests/gpu.
     """
@@ -50,7 +50,7 @@ def _in_flash_backward(args: Sequence[Any]) -> list[int]:
 
 
 def _in_windowed_backward(args: Sequence[Any]) -> list[int]:
-    """Workspace bytes like flash attention's, for tensors with tokens before heads."""
+    """Workspace bytes of windowed flash attention, for tensors with tokens before heads."""
     assert args[1].ndim == 4, "trials have no rows of unlike documents"
     by_heads = [tensor.transpose(1, 2) for tensor in args[:3]]
     return _in_flash_backward(by_heads)
@@ -152,7 +152,7 @@ class AllocationRecorder(TorchDispatchMode):
         return False  # nothing here is compiled, so that Dynamo need not be disabled at every call
 
     def follow(self, decoder: nn.Module) -> None:
-        """Label what is allocated in a forward pass with the module that runs."""
+        """Register hooks that label allocations with the module whose forward pass makes them."""
         for name, module in decoder.named_modules():
             index = self.modules.setdefault(
                 name_in_files(f"{name}.").rstrip("."), len(self.modules)
@@ -173,16 +173,16 @@ class AllocationRecorder(TorchDispatchMode):
         self.events.append(Enter(phase))
 
     def lend(self, tensor: Tensor, stream: fake_cuda.Stream) -> None:
-        """Note that a stream uses a tensor (``record_stream``). If it is not the tensor's own
-        stream, the tensor, once given back, is free only when the GPU is done on that stream.
+        """Record that a stream uses a tensor (``record_stream``). If this is not the tensor's own
+        stream, the tensor, once given back, is freed only when the GPU has finished on that stream.
         """
         key = _key(tensor.untyped_storage())
         if key in self._ids and self._ids[key][2] != stream.stream_id:
             self._lent[key] = (stream.stream_id, True)
 
     def pass_on(self, gradient: Tensor, stream: fake_cuda.Stream) -> None:
-        """Note that autograd continues with a gradient on a stream. A sum of gradients was made
-        there: its allocation moves, and its addends are lent. Any other gradient is lent.
+        """Record that autograd continues with a gradient on a stream. A sum of gradients was made
+        there: its allocation is moved to it, and its addends are lent. Other gradients are lent.
         """
         record = self._ids.get(_key(gradient.untyped_storage()))
         if record is None or not record[0] or record[2] == stream.stream_id:
@@ -208,7 +208,7 @@ class AllocationRecorder(TorchDispatchMode):
         return made.operator == self.operators.get(str(aten.add.Tensor))
 
     def _lend_freed(self, number: int, stream: fake_cuda.Stream) -> None:
-        """Turn an allocation's earlier end into a lend, as the stream still uses it."""
+        """Turn an allocation's recorded free into a lend, as the stream still uses it."""
         for index in range(len(self.events) - 1, -1, -1):
             event = self.events[index]
             if event == Free(number):
@@ -344,16 +344,16 @@ class AllocationRecorder(TorchDispatchMode):
             self._await(of_fsdp[-1 - self.most_awaited])
 
     def _give_back(self, number: int, stream_id: int, *, is_fsdps: bool) -> None:
-        """Queue an allocation that is not free yet, since a stream may still use it."""
+        """Queue an allocation to be freed later, since a stream may still use it."""
         moment = fake_cuda.Stream.moment()
         self._awaited.append(
             _GivenBack(number, self._launches, stream_id, moment, is_fsdps=is_fsdps)
         )
 
     def some_for_all(self, key: Hashable, some: Sequence[Round], *, rounds: int) -> Iterator[Round]:
-        """Yield some of a loop's ``rounds``, which free what they allocate, to stand for all.
+        """Yield a few of a loop's ``rounds``, which free all they allocate, to stand for all.
 
-        If a loop with the same key ran before, yield none: its events are recorded again, and
+        If a loop with the same key ran before, none is yielded: its events are recorded again, and
         nothing is computed.
         """
         start, launches = len(self.events), self._launches
@@ -366,7 +366,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._await(self._launches - _LAUNCHES_AHEAD)
 
     def _record_again(self, events: Sequence[TraceEvent]) -> None:
-        """Record the allocations among ``events`` again, with new ids, and their ends."""
+        """Record the allocations and frees among ``events`` again, with new ids."""
         numbers = dict[int, int]()
         for event in events:
             if isinstance(event, Allocate):
@@ -397,7 +397,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.events.append(ReleaseCached())
 
     def _await(self, launches: int) -> None:
-        """Free allocations given back up to kernel ``launches``, which the GPU has passed."""
+        """Free allocations given back before kernel ``launches``, which the GPU has passed."""
         while self._awaited and self._awaited[0].launches <= launches:
             self.events.append(Free(self._awaited.popleft().number))
 

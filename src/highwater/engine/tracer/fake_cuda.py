@@ -60,7 +60,7 @@ def install() -> None:
 
 
 class Stream:
-    """A stream on which nothing runs; it knows which work of others precedes its next work."""
+    """A stream that runs nothing; it tracks which work of other streams precedes its next work."""
 
     current: ClassVar["Stream"]
     _count = 0
@@ -81,20 +81,20 @@ class Stream:
         return Stream._moment
 
     def wait_stream(self, other: "Stream") -> None:
-        """Make later work here wait for all work launched on the other stream so far."""
+        """Make later work on this stream wait for all work launched on ``other`` so far."""
         self.wait_event(other.record_event())
 
     def wait_event(self, event: "Event") -> None:
-        """Make later work here wait for the work that the event covers."""
+        """Make later work on this stream wait for the work that the event covers."""
         for stream_id, moment in event.before.items():
             self.before[stream_id] = max(moment, self.before.get(stream_id, 0))
 
     def has_waited(self, stream_id: int, moment: int) -> bool:
-        """True if a stream's work up to a moment is done once all work here is done."""
+        """True if another stream's work up to ``moment`` precedes the end of this stream's work."""
         return stream_id == self.stream_id or self.before.get(stream_id, 0) >= moment
 
     def synchronize(self) -> None:
-        """Pretend that the host waits until all work here is done: tell the listeners."""
+        """Pretend that the host waits until all work on this stream is done: call the listeners."""
         for hear in heard_wait:
             hear(self)
 
@@ -120,13 +120,13 @@ class Stream:
 
 
 class Event:
-    """Work launched on a stream so far. It counts as done: the host never waits for it."""
+    """Work launched on a stream so far. It counts as finished: the host never waits for it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.before: dict[int, int] = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """Cover the work launched on a stream so far."""
+        """Cover all work launched on a stream so far."""
         stream = stream or Stream.current
         self.before = {**stream.before, stream.stream_id: Stream.moment()}
 
@@ -155,7 +155,7 @@ def _on(stream: Stream | None) -> Generator[None]:
 
 
 def _put_streams() -> None:
-    """Replace functions of ``torch.cuda`` by those of an empty Hopper card."""
+    """Replace functions of ``torch.cuda`` by fakes that report an empty Hopper GPU."""
     cuda: Any = torch.cuda
     Stream.current = Stream()
     default = Stream.current
@@ -194,7 +194,7 @@ def _put_streams() -> None:
 
 
 def _move_with_data() -> None:
-    """Make ``tensor.data = other`` take over the other's device, as for real tensors."""
+    """Make ``tensor.data = other`` also set the fake device of ``other``, as for real tensors."""
     data: Any = torch.Tensor.data
     fake: Any = FakeTensor
 
@@ -207,8 +207,8 @@ def _move_with_data() -> None:
 
 
 def _follow_streams() -> None:
-    """Gather FSDP1's gradients, and free its units, on the stream where their parameters were split
-    off, as autograd does for real tensors: on a CPU build nodes of fakes have no stream.
+    """Gather FSDP1's gradients, and free its units, on the stream on which their parameters were
+    split, as autograd does for real tensors: on a CPU build nodes of fakes have no stream.
     """
     handle: Any = FlatParamHandle
     for name in ("_get_unflat_views_aligned", "_get_unflat_views_unaligned"):
@@ -261,8 +261,8 @@ def _backward_as_forward(
 
 
 def _put_kernels() -> None:
-    """Make PyTorch believe that ``silu_backward`` has a CUDA kernel: a CPU build would decompose it
-    into six tensors instead of one. No other operator of our steps needs this.
+    """Register a CUDA kernel for ``silu_backward``: a CPU build would decompose it into six tensors
+    instead of one. No other operator of our steps needs this.
     """
     name = "aten::silu_backward"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):  # pyright: ignore[reportPrivateUsage]
@@ -281,7 +281,7 @@ def _tell_of_use(tensor: torch.Tensor, stream: Stream) -> None:
 
 
 def _put_guard() -> None:
-    """Put c10's own no-op device guard into the registry, unless there is a guard already."""
+    """Register c10's own no-op device guard, unless a guard is registered already."""
     library = ctypes.CDLL(str(_library("libc10.so")))
     name = "_ZN3c104impl26device_guard_impl_registryE"
     registry = (ctypes.c_void_p * _GUARDS).in_dll(library, name)
@@ -302,7 +302,7 @@ def _put_guard() -> None:
 
 
 def _put_hooks(*, is_built: bool) -> None:
-    """Make PyTorch believe that CUDA is built in, with no device in use; autograd asks both."""
+    """Make PyTorch report that CUDA is built in and no device is in use, as autograd checks."""
     library = ctypes.CDLL(str(_library("libtorch_cpu.so")))
     get_hooks = library._ZN2at6detail12getCUDAHooksEv
     get_hooks.restype = ctypes.c_void_p
@@ -323,7 +323,7 @@ def _put_hooks(*, is_built: bool) -> None:
 
 
 def _virtual_functions(header: str) -> list[str]:
-    """Return a class's virtual functions in order, from this PyTorch's header."""
+    """Names of a class's virtual functions in order, parsed from this PyTorch's header."""
     path = Path(torch.__file__).parent / "include" / "ATen" / "detail" / header
     text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
     body = text[text.index("struct TORCH_API") :].partition("virtual ~")[2] or text

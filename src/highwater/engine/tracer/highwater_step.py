@@ -1,5 +1,5 @@
-"""The traced step of this package's engine, as its worker runs it, and the parts that every traced
-step has. Other trainers' steps are in files beside this one, named after them (nouns/trainer.py).
+"""The traced step of this package's engine, as its worker runs it, and code that all traced steps
+share. Other trainers' steps are in files beside this one, named after them (nouns/trainer.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ compared with any trial yet."""
 
 
 def _set_up(recorder: AllocationRecorder, context: RankContext) -> None:
-    """Tell the recorder how far FSDP1 may gather ahead."""
+    """Set how far FSDP1 may gather ahead in the recorder."""
     if context.mesh.size() > 1:
         recorder.most_awaited = _LENT_BY_FSDP1
 
@@ -74,7 +74,7 @@ def _begin(
 
 
 def _after_step(training: Training, micro_batches: Sequence[Batch]) -> None:
-    """Sum a step's statistics over the ranks, by a tensor of their size."""
+    """Allocate as the statistics of a step do: sum a tensor of their size over the ranks."""
     documents = sum(len(batch.rewards) for batch in micro_batches)
     width = Statistics(training.mesh, training.sequence).width(documents)
     summed(torch.zeros(width, dtype=torch.float64), training.mesh)

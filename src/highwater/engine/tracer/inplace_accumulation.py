@@ -4,9 +4,9 @@ gradient has no other holder; under a dispatch mode autograd itself always makes
 If two gradients of one value meet, autograd's engine writes their sum over the first one, provided
 that it is dense, is the only tensor of its storage, is held by nobody else, and the sum itself is
 not differentiated. It does not while a dispatch mode is on, which could notice. So the tracing mode
-decides itself, by the reference counts that the engine would have read. They are higher here, by
-the mode's own references; by how much is learned from sums whose answer is known. Source:
-``accumulate`` in torch/csrc/autograd/input_buffer.cpp, ``is_tensor_stealable`` in
+itself decides, by the reference counts that the engine would have read. They are higher here, by
+the mode's own references; the difference is learned from sums for which the right answer is known.
+Source: ``accumulate`` in torch/csrc/autograd/input_buffer.cpp, ``is_tensor_stealable`` in
 torch/csrc/autograd/variable.h.
 """
 
@@ -45,14 +45,14 @@ class _Counts(NamedTuple):
 
 
 class InplaceAccumulation:
-    """Chooses operators of plain tensors in a dispatch mode; until it learns, sums are copies."""
+    """Chooses the operator that autograd would run on plain tensors; copies until ``learn`` ran."""
 
     def __init__(self) -> None:
         self._alone: _Counts | None = None
         self._heard: list[_Counts] | None = None
 
     def operator(self, func: Any, args: Sequence[Any]) -> Any:
-        """Return the operator to call: the in-place one where autograd would use that."""
+        """Return the operator to call: an in-place one if autograd would add in place."""
         if func is _ADD:
             return _ADD_IN_PLACE if self._is_in_place(args) else func
         # The gradient of ``x[indices]``. Source: index_backward,
@@ -62,7 +62,7 @@ class InplaceAccumulation:
 
     def learn(self, mode: TorchDispatchMode) -> None:
         """Learn the reference counts from probe sums of fake CUDA tensors, under a mode like the
-        one that will trace. Raises RuntimeError if the counts do not tell the probes apart.
+        tracing one. Raises RuntimeError if the counts do not distinguish the probes.
         """
         told: list[_Counts] = []
         with QuickFakeMode(), mode:
@@ -103,24 +103,24 @@ def _counts(args: Sequence[Any]) -> _Counts:
 
 
 def _alone(value: Tensor) -> Tensor:
-    """Probe: nobody else holds the first of its two gradients."""
+    """Probe sum whose first gradient has no other holder."""
     return value * 2 + value * 3
 
 
 def _shared(value: Tensor) -> Tensor:
-    """Probe: its first gradient is also that of a value made before, which is still pending."""
+    """Probe sum whose first gradient is shared with another pending gradient."""
     before = torch.ones_like(value, requires_grad=True) * 1
     value = value * 1
     return value * 2 + (before + value) * 3
 
 
 def _held(value: Tensor) -> Tensor:
-    """Probe: a Python object holds its first gradient."""
+    """Probe sum whose first gradient is held by a Python object."""
     return value * 2 + _Kept.apply(value)
 
 
 def _viewed(value: Tensor) -> Tensor:
-    """Probe: its first gradient is a view of another tensor."""
+    """Probe sum whose first gradient is a view of another tensor."""
     return value * 2 + value.T * 3
 
 
@@ -157,7 +157,7 @@ class _Symbol(ctypes.Structure):
 
 
 def _is_the_engines() -> bool:
-    """True if the engine itself asked for this sum; a backward formula may add tensors too.
+    """True if autograd's engine made this sum; a backward formula may add tensors too.
 
     Python has no frame for the engine, so PyTorch's own frames on the native stack are searched.
     """

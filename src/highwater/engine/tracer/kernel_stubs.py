@@ -37,7 +37,7 @@ aten: Any = torch.ops.aten
 
 
 def put(kernel: Kernel) -> None:
-    """Put all stubs in place, with this attention kernel."""
+    """Install all stubs, with a stub for this attention kernel."""
     norm = F.rms_norm
 
     def rms_norm(
@@ -60,11 +60,11 @@ def put(kernel: Kernel) -> None:
         return torch.empty(3, len(logits_NV), dtype=torch.float32, device=logits_NV.device).unbind()
 
     def every_ranks(values: Sequence[float], _: torch.dtype, mesh: DeviceMesh) -> list[list[float]]:
-        """Return this rank's own values for every rank, since no other ranks run."""
+        """Return this rank's own values for every rank, as no other ranks run."""
         return [list(values)] * mesh.size()
 
     def in_place(*_: Any, **__: Any) -> None:
-        """Do nothing: stands for a kernel that only overwrites its inputs."""
+        """Do nothing: the stub of a kernel that only overwrites its inputs."""
 
     names: Any = F
     names.rms_norm = rms_norm
@@ -101,8 +101,8 @@ def put(kernel: Kernel) -> None:
 
 
 def put_one_group(recorder: AllocationRecorder) -> None:
-    """Let one full group of tokens of a gated delta rule, and the last, stand for a whole row, and
-    one layer's groups for all layers': each has thousands of operators that allocate the same.
+    """Trace one full group of tokens of a gated delta rule, and the last group, for the whole row,
+    and one layer's groups for all layers: each has thousands of operators with equal allocations.
     """
     plans: Any = gated_delta.DeltaPlan
     every = plans.groups
@@ -123,7 +123,7 @@ def put_low_bit() -> None:
     """Replace the compiled update of low-bit moments by a stub that allocates what the program
     compiled for the CPU does: dequantised float32 copies of 8-bit moments.
 
-    Allocations of Triton's program on a GPU are not recorded; cutting into pieces bounds both.
+    Allocations of Triton's program on a GPU are not recorded; the size of a piece limits both.
     """
     from torchao.optim import subclass_8bit  # only these optimizers need it
 
@@ -144,7 +144,7 @@ def put_low_bit() -> None:
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function run on real tensors, outside any fake mode."""
+    """Wrap a function to run on real tensors, outside any fake mode."""
 
     def on_real_tensors(*args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
@@ -203,7 +203,7 @@ _TRITON = (
 
 
 class _Nothing(ModuleType):
-    """A module that has every name; each is again such a module, and can be called and joined."""
+    """A module in which every name is again such a module, callable, and usable in ``a | b``."""
 
     def __getattr__(self, name: str) -> "_Nothing":
         if name.startswith("__"):
@@ -223,14 +223,14 @@ class _Constant:
 
 
 class _Launcher:
-    """A kernel that does nothing on any grid."""
+    """A Triton kernel stub: does nothing on any grid."""
 
     def __getitem__(self, _: object) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
 class _RmsNormStub(torch.autograd.Function):
-    """Allocations of PyTorch's fused RMS norm."""
+    """Autograd function with the allocations of PyTorch's fused RMS norm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -247,8 +247,8 @@ class _RmsNormStub(torch.autograd.Function):
 
 
 class _Strided(torch.autograd.Function):
-    """Allocate the gradient of the whole tensor behind a view that was written to, as autograd
-    does. For fake tensors autograd uses the view's own operator, which allocates nothing.
+    """Allocate the gradient of the whole tensor behind a view that was written to, as autograd does
+    for real tensors. For fakes autograd uses the view's own operator, which allocates nothing.
     """
 
     @staticmethod

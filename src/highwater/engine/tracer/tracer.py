@@ -4,8 +4,8 @@
 machine: no number is computed, no GPU is used. The engine's own code runs; kernels that a CPU build
 cannot run (fused attention and norm, Triton) are replaced by stubs with the same allocations. Plain
 attention computes only the rows that take the most memory. Workspaces inside kernels are in
-``allocation_recorder.py``. No size depends on a computed number: experts are one product over all
-of them, with the same number of rows wherever a router sends the tokens.
+``allocation_recorder.py``. No size depends on a computed value: all experts are one product, with
+the same number of rows wherever a router sends the tokens.
 """
 
 import gc
@@ -64,7 +64,7 @@ STEPS: Mapping[TrainerName, TracedTrainer] = {
 
 
 def main() -> None:
-    """Make the trace that the first file orders, and write it to the second."""
+    """Make the trace ordered by the file ``ORDER``, and write it to the file ``EVENTS``."""
     exit_code = 1
     try:
         order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TraceOrder)

@@ -1,4 +1,4 @@
-"""Hugging Face's step: what transformers' Trainer composes for one GPU, without the Trainer.
+"""Hugging Face's step: the step of transformers' Trainer on one GPU, without the Trainer.
 accelerate, Axolotl, LLaMA-Factory and ms-swift train by the same step.
 
 The model is transformers' own class with SDPA, its layers checkpointed by its flag, with or without
@@ -51,7 +51,7 @@ class HuggingFaceTraining:
     """No host memory: the formula counts it, and a trace has only the GPU's."""
 
     def step(self, micro_batches: Sequence[Batch], enter: OnPhase) -> None:
-        """Train one step on as many micro-batches; their token ids do not matter."""
+        """Run one step on as many micro-batches; their token ids do not matter."""
         trained = [each for each in self.model.parameters() if each.requires_grad]
         for _ in micro_batches:
             enter("forward")
@@ -131,8 +131,8 @@ def _on_meta(config: PreTrainedConfig, settings: Settings) -> Any:
 
 
 def _adapt(model: Any, lora: Lora) -> None:
-    """Put adapters beside a frozen model's layers. In NF4 bitsandbytes' layers allocate as ours do,
-    and peft's layers beside them copy no input.
+    """Add LoRA adapters to a frozen model. In NF4 bitsandbytes' layers allocate as ours do, and
+    peft's layers beside them copy no input.
     """
     peft = importlib.import_module("peft")
     model.requires_grad_(requires_grad=False)
@@ -150,7 +150,7 @@ def _adapt(model: Any, lora: Lora) -> None:
 
 
 def _put_liger(model: Any, family: str, settings: Settings) -> None:
-    """Put Liger's kernels, or only its loss, into a model, as ``use_liger_kernel`` does."""
+    """Apply Liger's kernels, or only its loss, to a model, as ``use_liger_kernel`` does."""
     put: Any = None
     with suppress(ImportError):
         put = getattr(importlib.import_module(_LIGER), f"apply_liger_kernel_to_{family}", None)

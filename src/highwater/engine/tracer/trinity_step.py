@@ -1,11 +1,11 @@
 """Trinity step: the models of Trinity-RFT's trainer (verl's actor on FSDP1), built to allocate as
 they do, because the published tables are of that trainer.
 
-Differences from our own: Hugging Face's layers unchanged; logits of every token, prompts too,
-divided by the temperature in place through a view; log-probabilities and entropies whose gradients
-are two more tensors of logits; optimizer states made by the first update; gradients dropped after
-each; a host that is never far ahead of its GPU. The step around them is our ``grpo``. It has run on
-H200s (docs/results/lab/trinity_trials.py).
+Differences from our own models: Hugging Face's layers unchanged; logits of every token, prompts
+too, divided by the temperature in place through a view; log-probabilities and entropies whose
+gradients are two more tensors of logits; optimizer states made by the first update; gradients freed
+after each update; a host that is never far ahead of its GPU. The step around them is our ``grpo``.
+It has run on H200s (docs/results/lab/trinity_trials.py).
 
 Shapes:  T packed tokens of a micro-batch on this rank  E hidden size  V vocabulary  N trained
 tokens
@@ -42,7 +42,7 @@ TEMPERATURE = 1.0
 
 
 def set_up(recorder: AllocationRecorder, context: RankContext) -> None:  # noqa: ARG001
-    """Leave out an embedding gradient's workspace, which is not linear in the tokens."""
+    """Leave out the workspace of an embedding's gradient, which is not linear in the tokens."""
     recorder.hidden.pop(torch.ops.aten.embedding_dense_backward.default)
 
 
@@ -103,7 +103,7 @@ class Actor(Decoder):
         # only for `sft`, which Trinity trains in another way
         logprob_gradient: float | None = None,  # noqa: ARG002
     ) -> MicroBatchStatistics:
-        """Return log-probabilities of ``labels_N``, and entropies, at their positions; shape N."""
+        """Return log-probabilities of ``labels_N`` at the trained positions, and entropies; N."""
         hidden_TE = self.hidden_states(input_ids_T, position_ids_T, document_lengths)
         logits_TV = self.head(hidden_TE[None]).squeeze(0)
         logits_TV = divided(logits_TV)
@@ -120,7 +120,7 @@ def divided(logits_TV: Tensor) -> Tensor:
 
 
 class _Statistics(torch.autograd.Function):
-    """Flash attention's cross-entropy and verl's compiled entropy: two gradients of the logits."""
+    """Statistics by flash attention's cross-entropy and verl's entropy: two gradients of logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,8 +139,8 @@ class _Statistics(torch.autograd.Function):
 
 
 class _AdamW(torch.optim.AdamW):
-    """AdamW that frees gradients between steps and makes its states in the first one, as PyTorch
-    does by default. The host waits for the GPU before an update: verl skips the update if the
+    """AdamW that frees gradients after each step and makes its states in the first one, as PyTorch
+    does by default. The host waits for the GPU before an update, as verl skips the update if the
     gradients' norm is not finite (``dp_actor.py``).
     """
 
@@ -161,8 +161,8 @@ def _wait_for_gpu(*_: object) -> None:
 
 
 def actor_on_meta(config: PreTrainedConfig, *, attention: Attention, dtype: torch.dtype) -> Actor:
-    """Return the actor on meta: our attention, which allocates like flash attention, and Hugging
-    Face's own layers for all else.
+    """Return the actor on the meta device: our attention, which allocates like flash attention, and
+    all other layers of Hugging Face's own.
     """
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(

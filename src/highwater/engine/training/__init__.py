@@ -1,1 +1,1 @@
-"""Training step, the loops around it, and what they write and read back."""
+"""Data plane: the training step, the loops around it, and the files that they write and read."""

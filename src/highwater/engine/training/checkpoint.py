@@ -49,10 +49,10 @@ def save_sharded(
 ) -> int:
     """Write every rank's shards of model and optimizer to ``directory``; returns this rank's bytes.
 
-    The format is torch.distributed.checkpoint's, with keys ``model`` and ``optimizer`` (a tied
-    head under its embedding's name alone), plus an index that ``load_sharded`` reads. A save takes
-    12 bytes a parameter over all ranks: float32 weights and both moments. For a model with adapters
-    only these are saved, as the rest has not changed. Raises OSError if the disk cannot take it.
+    The format is torch.distributed.checkpoint's, with keys ``model`` and ``optimizer`` (a tied head
+    under its embedding's name alone), with an index that ``load_sharded`` reads. A save takes 12
+    bytes a parameter over all ranks: float32 weights and both moments. For a model with adapters
+    only these are saved, as the rest has not changed. Raises OSError if the disk is full or fails.
     """
     options = _options(model)
     weights = get_model_state_dict(model, options=options)
@@ -81,10 +81,10 @@ def load_sharded(
 
     The saving run may have had another number of ranks or copies, the other FSDP strategy, or
     moments in host memory. Only 8-bit moments may be refused on another number of shards, if their
-    blocks of 256 numbers would be cut. Learning rates and other options are not loaded.
+    blocks of 256 elements would be cut. Learning rates and other options are not loaded.
 
-    Each rank reads only the numbers that it holds, one saved piece (one rank's part of a tensor) at
-    a time in host memory. Raises UsageError for another model's checkpoint, and for a damaged one.
+    Each rank reads only the elements that it holds, one saved piece (a rank's part of a tensor) at
+    a time on the host. Raises UsageError for another model's checkpoint, and for a damaged one.
     """
     own = _held_by_rank(model, mesh)
     with ShardReader(directory) as reader:
@@ -186,7 +186,7 @@ def save_pretrained(
 
     Every rank gathers one parameter at a time, as in the forward pass; only rank 0 copies it to its
     host and writes it. Files of an earlier save in the directory are overwritten one by one.
-    ``source`` is the directory that the model came from. Raises OSError if the disk refuses.
+    ``source`` is the directory that the model came from. Raises OSError if the disk is full.
     """
     if model.lora is not None and not merged:
         return _save_adapters(model, model.lora, directory, mesh=mesh, source=source)
@@ -224,7 +224,7 @@ def save_pretrained(
 
 
 def _meet(mesh: DeviceMesh) -> None:
-    """Wait until the first rank has written, so that its time is not counted in the next step."""
+    """Wait until the first rank has written, so that the next step's time excludes it."""
     if mesh.size() > 1:
         dist.barrier(group=all_ranks(mesh))
 
@@ -273,7 +273,7 @@ def _merged(
 
 
 def _options(model: Decoder) -> StateDictOptions:
-    """Return state-dict options: FSDP2 gives its shards, FSDP1 copies of them on the host."""
+    """Return state-dict options, with which FSDP2 returns shards, FSDP1 host copies of shards."""
     return StateDictOptions(
         cpu_offload=any(isinstance(module, FullyShardedDataParallel) for module in model.modules()),
         ignore_frozen_params=model.lora is not None,
@@ -310,7 +310,7 @@ def _whole(shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
 
 
 class _CountingWriter(dcp.FileSystemWriter):
-    """Writer that counts its bytes and keeps the system's own error, which torch.save hides."""
+    """Writer that counts its bytes and keeps the system's error, which torch.save hides."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

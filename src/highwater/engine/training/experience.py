@@ -1,4 +1,4 @@
-"""Experience: numbers of trained tokens that an update needs, from passes without gradients.
+"""Experience: values per trained token that an update needs, from passes without gradients.
 
 Shapes, per rank:  T packed tokens, this rank's share  N trained tokens among those  D documents of
 the micro-batch
@@ -30,7 +30,7 @@ from highwater.engine.training.step_record import Training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """Experience of one micro-batch; fields are None if the objective does not need them."""
+    """Experience of one micro-batch; a field is None if the objective does not need it."""
 
     advantages_N: Tensor | None = None
     """Advantages of the trained tokens, in the log-probabilities' dtype or wider."""
@@ -47,7 +47,7 @@ def forward_batch(
 ) -> list[Tensor]:
     """Log-probabilities of trained tokens, or a critic's values, by micro-batch; each N.
 
-    Dropout is off: the model's predictions are wanted, nothing is trained.
+    Dropout is off, as nothing is trained.
     """
     with without_dropout(model):
         results = [_forward(model, batch.to(device)) for batch in micro_batches]
@@ -100,7 +100,7 @@ def reference_experience(training: Training, micro_batches: Sequence[Batch]) -> 
 
 
 def _reference_logprobs(training: Training, micro_batches: Sequence[Batch]) -> list[Tensor]:
-    """Log-probabilities under the reference; with adapters it is the policy without them."""
+    """Log-probabilities under the reference model; with adapters the policy without them."""
     assert training.reference is not None, "the objective compares with one"
     with without_adapters(training.reference):
         return forward_batch(training.reference, micro_batches, device=training.device)

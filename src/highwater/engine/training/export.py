@@ -43,13 +43,20 @@ def export(training: Training, directory: Path, *, source: Path, merged: bool = 
     plus its adapters. ``source`` is the directory that the model came from. The export is written
     under another name and renamed at the end.
 
-    On all ranks: UsageError for a directory that is not empty, MachineError if the disk refuses.
+    On all ranks: UsageError for a directory that is not empty, MachineError if the disk is full.
     """
     mesh, is_first = training.mesh, dist.get_rank() == 0
     partial = directory.with_name(directory.name + PARTIAL)
     with agreed(mesh):
         if is_first:
-            _refuse_used(directory)
+            if directory.is_symlink() or (
+                directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+            ):
+                name = shlex.quote(str(directory))
+                raise UsageError(
+                    f"{directory} is there already, and a model is not written over anything",
+                    hint=f"`mv {name} {name}.before`",
+                )
             _remove_partial(partial)
     failure: OSError | None = None
     try:
@@ -74,17 +81,6 @@ def export(training: Training, directory: Path, *, source: Path, merged: bool = 
             _remove_partial(partial)
             raise _refusal(directory, error) from error
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-
-
-def _refuse_used(directory: Path) -> None:
-    if directory.is_symlink() or (
-        directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
-    ):
-        name = shlex.quote(str(directory))
-        raise UsageError(
-            f"{directory} is there already, and a model is not written over anything",
-            hint=f"`mv {name} {name}.before`",
-        )
 
 
 def _remove_partial(partial: Path) -> None:
@@ -114,7 +110,7 @@ def _copy_beside(partial: Path, source: Path) -> None:
 
 
 def _settle(partial: Path, directory: Path) -> None:
-    """Flush every file to the disk, then give the directory its final name."""
+    """Flush every file to the disk, then rename the directory to its final name."""
     for path in partial.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

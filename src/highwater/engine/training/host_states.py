@@ -1,12 +1,12 @@
 """Host states: AdamW with its moments in host memory, pinned if there is a GPU. Parameters,
 gradients and the update stay on the device.
 
-A step takes the moments through the device in pieces: while one piece is updated in a buffer, the
-one before it goes back from the other buffer and the next one comes, so the link is busy both ways.
-A piece is updated by the kernel that ``torch.optim.AdamW(fused=True)`` calls for whole tensors,
-and copies change no number: parameters and moments are the same as that optimizer's, bit by bit.
+A step copies the moments through the device in pieces: while one piece is updated in a buffer, the
+previous one is copied back from the other buffer and the next is copied in: the link is busy both
+ways. A piece is updated by the kernel that ``torch.optim.AdamW(fused=True)`` calls for whole
+tensors, and copies change no value: parameters and moments equal that optimizer's, bit by bit.
 
-The buffers exist only during the optimizer's step, when no activation is alive.
+The buffers exist only during the optimizer's step, when there are no activations.
 ``model/footprint.py`` counts them, and the pinned memory. A step returns when all moments are back
 on the host, so that code which saves them need not wait.
 """
@@ -42,7 +42,7 @@ class HostStateAdamW(torch.optim.AdamW):
         eps: float,
         piece: int = STREAMED,
     ) -> None:
-        """``piece``: numbers whose moments one buffer holds, a multiple of ``VECTOR``."""
+        """``piece``: number of elements whose moments a buffer holds, a multiple of ``VECTOR``."""
         assert piece > 0
         assert piece % VECTOR == 0, "a number would be computed as in no whole tensor"
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
@@ -93,7 +93,7 @@ class HostStateAdamW(torch.optim.AdamW):
             yield _Piece(own[part], gradient[part], on_host, state["step"], group)
 
     def _stream(self, pieces: Iterable["_Piece"], buffers: Tensor) -> None:
-        """Update the pieces one after another, each in the next buffer that is free."""
+        """Update the pieces one after another, each in the next free buffer."""
         coming, here, going = self._streams(buffers.device)
         if coming is not None and here is not None:
             coming.wait_stream(here)  # `here` may still read memory that the buffers now take
@@ -111,7 +111,7 @@ class HostStateAdamW(torch.optim.AdamW):
     def _streams(
         self, device: torch.device
     ) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None, torch.cuda.Stream | None]:
-        """Return the streams on which moments come, are updated, and go back; Nones on the CPU."""
+        """Streams that copy moments in, update them, and copy them back; Nones on the CPU."""
         if device.type != "cuda":
             return None, None, None
         if self._link is None:
@@ -185,7 +185,7 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def _update(piece: _Piece, moments: Sequence[Tensor]) -> None:
-    """Run AdamW's update on a piece whose moments are on its device."""
+    """Run AdamW's update on a piece whose moments are on the parameter's device."""
     group, (mean, squares) = piece.group, moments
     beta1, beta2 = group["betas"]
     torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage] -- as `torch.optim` calls it

@@ -1,12 +1,12 @@
 """AdamW with low-bit moments, in float32 arithmetic: 8 bits as torchao keeps them (codes with a
-scale for each block of 256 numbers), or bfloat16.
+scale for each block of 256 elements), or bfloat16.
 
 Only what is written back is rounded, at every update: each moment, and a parameter in bfloat16. An
-8-bit moment goes to the nearest of 256 values times the largest of its block. A bfloat16 moment
-goes to one of its two neighbours at random, so that it is right on average: rounded to the nearest,
-a mean of squares could only grow, since a step takes 0.1 % of it away and two neighbours are 0.4 %
-apart or more. A bfloat16 parameter is widened, moved in float32, and rounded at random too: on
-average no update is lost, however small.
+8-bit moment is rounded to the nearest of 256 values times the largest of its block. A bfloat16
+moment is rounded stochastically to one of its two neighbours, so that it is right on average:
+rounded to the nearest, a mean of squares could only grow, since a step subtracts 0.1 % of it and
+two neighbours are 0.4 % apart or more. A bfloat16 parameter is updated in float32, and rounded
+stochastically too: on average no update is lost, however small.
 
 The random numbers of an update follow from the step, the parameter and the shard, and no generator
 is left changed: all that the next update depends on is in a checkpoint, and copies of a shard
@@ -114,7 +114,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load moments as they are; PyTorch would cast them to the parameters' dtype."""
+        """Load moments without a cast; PyTorch would cast them to the parameters' dtype."""
         super().load_state_dict(state_dict)
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         theirs = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -140,8 +140,8 @@ def _update(
 ) -> None:
     """Run AdamW's update on one shard in place, in float32.
 
-    ``kept`` is the share of a number that decay leaves, ``rate`` the learning rate divided by the
-    mean's bias correction, ``correction`` the root of the squares' bias correction.
+    ``kept`` is the factor by which decay multiplies a parameter, ``rate`` the learning rate divided
+    by the mean's bias correction, ``correction`` the root of the squares' bias correction.
     """
     wide = gradient.float()
     mean_now = mean.float().lerp(wide, 1 - beta1)
@@ -169,7 +169,7 @@ def update(
     *changing: Tensor,
     **numbers: float,
 ) -> None:
-    """Run ``_update`` on one shard, in pieces of ``PIECE`` numbers."""
+    """Run ``_update`` on one shard, in pieces of ``PIECE`` elements."""
     size = parameter.numel()
     with (
         torch.compiler.set_stance("default" if parameter.is_cuda else "force_eager"),
@@ -182,7 +182,7 @@ def update(
 
 
 def _piece(tensor: Tensor, start: int, end: int) -> Tensor:
-    """Return a range of a tensor's flat numbers, as a view if possible."""
+    """Return a range of a tensor's flat elements, as a view if possible."""
     if not isinstance(tensor, OptimState8bit):
         return tensor.reshape(-1)[start:end]
     blocks = slice(start // QUANTIZED_BLOCK, end // QUANTIZED_BLOCK)
@@ -192,7 +192,7 @@ def _piece(tensor: Tensor, start: int, end: int) -> Tensor:
 
 @contextmanager
 def seeded(device: torch.device, *numbers: int) -> Generator[None]:
-    """Context manager: seed a device's generator from these numbers, and restore it afterwards."""
+    """Context manager: seed a device's generator from ``numbers``, and restore it afterwards."""
     # The CPU's generator reads only the lower half of a seed: hash all numbers into that.
     seed = int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
     devices = [device] if device.type == "cuda" else []

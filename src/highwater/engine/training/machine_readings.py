@@ -58,7 +58,7 @@ def main() -> None:
 
 
 class Stages:
-    """Takes readings of memory one after the other."""
+    """Measures the memory that libraries take, one stage after another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -78,7 +78,7 @@ class Stages:
         self._outside, self._allocated = outside, allocated
 
     def fullest(self) -> tuple[Reading, ...]:
-        """Return every reading, each number being the largest of all ranks."""
+        """Return every reading, each figure the maximum over ranks."""
         numbers = [[reading.outside_bytes, reading.allocator_bytes] for reading in self.readings]
         largest = torch.tensor(numbers, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)

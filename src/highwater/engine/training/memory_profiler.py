@@ -56,24 +56,24 @@ class MemoryProfiler:
     ) -> None:
         """Choose the folder of the snapshot; it is made if need be.
 
-        ``max_entries``: number of latest events that are kept. ``coordinates``: the rank's place in
-        its mesh for the file's name, like ``d0r0u1``.
+        ``max_entries``: number of latest events that are kept. ``coordinates``: the rank's
+        coordinates in its mesh for the file's name, like ``d0r0u1``.
         """
         _refuse_without_gpu()
         self.path = Path(directory) / snapshot_name(int(os.environ.get("RANK", "0")), coordinates)
         self.max_entries = max_entries
 
     def start(self) -> Self:
-        """Forget earlier events and record from here; live allocations keep their stacks."""
+        """Drop earlier events and record from now on; live allocations keep their stacks."""
         _record("all", max_entries=self.max_entries, clear=True)
         return self
 
     def enter(self, phase: str) -> None:
-        """Name the phase of all allocations from here on."""
+        """Name the phase of all allocations from now on."""
         _name_phase(phase)
 
     def stop(self) -> Path:
-        """Write the snapshot, whole or not at all, stop recording, and return its path."""
+        """Write the snapshot atomically, stop recording, and return its path."""
         try:
             write_snapshot(self.path)
         finally:
@@ -97,8 +97,8 @@ class MemoryProfiler:
 
 
 class TrialProfiler:
-    """Profiler of one rank of a trial: from the beginning it records the stacks of live
-    allocations, and every event of the steps that ``order`` names.
+    """Profiler of one rank of a trial: it records the stacks of live allocations from the start,
+    and every event of the steps that ``order`` names.
 
     If a step fails, its caller must call ``write_failed``, which writes a snapshot.
     """
@@ -111,7 +111,7 @@ class TrialProfiler:
         _record("state")
 
     def enter(self, where: str) -> None:
-        """Name the phase of all allocations from here on."""
+        """Name the phase of all allocations from now on."""
         _name_phase(where)
 
     @contextmanager
@@ -149,7 +149,7 @@ class TrialProfiler:
 
 
 def profiler_of(spec: TrialSpec, rank: int) -> TrialProfiler | None:
-    """Return the profiler of a rank of a trial; None if its memory is not to be recorded."""
+    """Return the profiler of a trial's rank; None if its memory is not to be recorded."""
     order = spec.memory_snapshots
     if order is None or not order.profiling.records(rank):
         return None
@@ -165,7 +165,7 @@ def _refuse_without_gpu() -> None:
 
 
 def write_snapshot(path: Path) -> None:
-    """Write PyTorch's current snapshot, whole or not at all; its folder is made."""
+    """Write PyTorch's current snapshot atomically; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     _MEMORY._dump_snapshot(str(partial))
@@ -184,7 +184,7 @@ def _try(write: Callable[[], object], path: Path) -> None:
 def _record(
     what: Literal["state", "all"] | None, *, max_entries: int = 1, clear: bool = False
 ) -> None:
-    """Set what is recorded: nothing (None), stacks of live allocations, or every event too."""
+    """Set what is recorded: nothing (None), stacks of live allocations, or all events too."""
     if what is None:
         _MEMORY._record_memory_history(None)
         return
@@ -228,7 +228,7 @@ def divide_budget(
     host: HostActivations | None = None,
 ) -> MemoryBudget:
     """Limit the allocator so that device used stays within the budget (None: only the card limits
-    it), and return how the budget is divided. The limit is set anew whenever ``host`` maps memory,
+    it), and return how the budget is divided. The limit is updated whenever ``host`` maps memory,
     which takes page tables on the device.
 
     The bytes now outside the allocator, less ``nccl_bytes``, count as the context. Raises
@@ -267,10 +267,10 @@ def divide_budget(
 
 
 def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
-    """Say why more than the budget was used on the device; None if not, or if use is unknown.
+    """Reason why more than the budget was used on the device; None if not, or if use is unknown.
 
-    The allocator compares its cap with what it is asked for, but expandable segments map 20 MiB at
-    a time, so it can pass its cap by less than that.
+    The allocator compares its cap with the requested bytes, but expandable segments map 20 MiB at a
+    time, so that it can exceed its cap by less than that.
     """
     used = peaks.device_used_bytes
     if used is None or used <= budget.budget_bytes:
@@ -285,7 +285,7 @@ def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
 
 
 class MemoryWatch:
-    """Follows a rank's memory; ``peaks`` may be read at any time, also after a failure."""
+    """Follows a rank's memory use; ``peaks`` may be read at any time, also after a failure."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -299,14 +299,14 @@ class MemoryWatch:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def sample(self) -> None:
-        """Read the driver or the data segment now: called at ends of phases, when much is alive."""
+        """Read the driver or the data segment now; called at ends of phases, near memory peaks."""
         if self._segment is not None:
             self._segment.read()
         else:
             self._device_used = max(self._device_used, device_used_bytes(self.device))
 
     def peaks(self) -> RankMemory:
-        """Return the peaks since the watch was made or last begun."""
+        """Return the peaks since the last ``begin``, or since the watch was made."""
         self.sample()
         if self._segment is not None:
             return RankMemory(peak_data_segment_bytes=self._segment.peak_bytes)

@@ -1,4 +1,4 @@
-"""Objectives: functions of per-token numbers; each returns its share of a mean over a step.
+"""Objectives: functions of per-token values; each returns its share of a mean over a step.
 
 The mean is over all trained tokens of all micro-batches and ranks, with equal weights:
 "token-mean" over the whole batch in verl's words, ``loss_type="dapo"`` in TRL's. For pairs it is
@@ -32,7 +32,7 @@ def sft(logprobs_N: Tensor, *, trained_tokens: int) -> Tensor:
 
 
 def sft_logprob_gradient(*, trained_tokens: int) -> float:
-    """Derivative of ``sft`` by each log-probability: one number, known before the forward pass."""
+    """Derivative of ``sft`` by each log-probability: a constant, known before the forward pass."""
     return -1 / max(1, trained_tokens)
 
 
@@ -79,8 +79,8 @@ def clipped_tokens(
     high: float,
     dual: float,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens whose ratio ``clip_loss`` clips, and tokens that its dual clip bounds; boolean, each
-    of shape N. verl's ``pg_clipfrac`` and ``pg_clipfrac_lower`` are their means.
+    """Return which tokens' ratio ``clip_loss`` clips, and which tokens its dual clip bounds;
+    boolean, each of shape N. verl's ``pg_clipfrac`` and ``pg_clipfrac_lower`` are their means.
     """
     ratio_N = _log_ratio(logprobs_N, old_logprobs_N).exp()
     plain_N = -advantages_N * ratio_N
@@ -198,7 +198,7 @@ def generalized_advantages(
 
 
 def last_of_each(documents_N: Tensor) -> Tensor:
-    """True for the last trained token of each document, which gets the reward."""
+    """True for the last trained token of each document, which gets the reward; shape N."""
     if not len(documents_N):
         return documents_N.bool()
     return F.pad(documents_N[1:] != documents_N[:-1], (0, 1), value=True)

@@ -1,4 +1,4 @@
-"""Optimizers: AdamW on a model's shards, with all that it keeps allocated before the first step."""
+"""Optimizers: AdamW on a model's shards; all its memory is allocated before the first step."""
 
 import re
 from typing import Any
@@ -18,7 +18,7 @@ _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?
 
 
 def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
-    """Return the optimizer that the trial's settings ask for, for one of its models."""
+    """Return the optimizer of the trial's settings for one of its models."""
     settings = spec.settings
     return make_optimizer(
         model,
@@ -38,14 +38,14 @@ def make_optimizer(
     on_host: bool = False,
 ) -> torch.optim.Optimizer:
     """Return AdamW on the float32 shards, with both moments and every gradient allocated as zeros.
-    Without ``keeps_gradients`` no gradient is kept; each step makes and frees its own.
+    Without ``keeps_gradients`` each step allocates and frees its gradients.
 
     Updates run where the shards are; ``on_host`` puts only the moments on the host
     (host_states.py). Frozen parameters are left out: they have no gradient, no state and no decay.
 
-    All that lives as long as the training is allocated before the first activation. Left to the
-    first step, gradients and moments would be cut out of blocks that activations just freed, and
-    the caching allocator could never join those again: the largest block, the logits, would be
+    All tensors that exist for the whole training are allocated before the first activation. Left to
+    the first step, gradients and moments would be cut out of blocks that activations just freed,
+    and the caching allocator could never join those again: the largest block, the logits, would be
     needed twice. Also, a length that does not fit fails in the first micro-batch, not in step two.
 
     Raises MachineError if a package is missing.
@@ -94,7 +94,7 @@ def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trained parameters like transformers: those that decay, then norms and biases."""
+    """Split trained parameters as transformers does: those with decay, then norms and biases."""
     norms = {
         parameter
         for module in model.modules()

@@ -1,12 +1,12 @@
-"""Out-of-memory reports: bytes alive by kind when memory ran out, and the layer that the step was
+"""Out-of-memory reports: live bytes by kind when memory ran out, and the layer that the step was
 in. No history is recorded, and a step that succeeds costs nothing extra.
 
-Tensors that live from step to step are counted once. PyTorch's allocator calls an observer when it
-gives up, before anything is unwound. The observer reads the allocator's counters, FSDP's buffers,
-and the loss's frames, which hold the logits. Whatever else the pass has allocated is activations
-and temporaries, told as one number: only autograd's graph knows which are saved, and walking it
-would run hooks that recompute. "Unattributed" is what was there before the step and has no
-name.
+Tensors that persist between steps are counted once. PyTorch's allocator calls an observer before it
+raises its error, when the stack is still intact. The observer reads the allocator's counters,
+FSDP's buffers, and the loss's frames, which hold the logits. Whatever else the pass has allocated
+is activations and temporaries, told as one number: only autograd's graph knows which are saved, and
+walking it would run hooks that recompute. "Unattributed" bytes were allocated before the step, by
+no known owner.
 """
 
 import re
@@ -33,9 +33,9 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class LayerWatch:
-    """Knows which phase and decoder layer a step is in, for two assignments a layer and pass.
+    """Tracks the phase and decoder layer of a step, by two assignments a layer and pass.
 
-    A layer is entered in the forward pass, and again where it is recomputed. After a recomputation
+    A layer is entered in the forward pass, and again when it is recomputed. After a recomputation
     it stays the current layer, since its backward pass follows. A backward pass without
     recomputation names no layer.
     """
@@ -57,7 +57,7 @@ class LayerWatch:
         self._move(None)
 
     def follow(self, layers: Iterable[nn.Module]) -> None:
-        """Hook into the layers of a model, given in order."""
+        """Register hooks on the layers of a model, given in order."""
         for number, layer in enumerate(layers):
             inner = layer
             for name in _WRAPPERS:  # a recomputation calls only the inner module
@@ -90,10 +90,10 @@ _PASSES = ("forward", "backward", "experience")
 
 
 class OutOfMemoryWatch:
-    """Counts the tensors that live from step to step, and all other memory when it runs out."""
+    """Counts persistent tensors, and records all other memory when it runs out."""
 
     def __init__(self, device: torch.device, where: LayerWatch) -> None:
-        """Register with the allocator; the CPU has none."""
+        """Register with the CUDA allocator; on the CPU there is none."""
         self._device = device
         self._where = where
         self._training: Training | None = None
@@ -106,7 +106,7 @@ class OutOfMemoryWatch:
             attach(self._note)
 
     def know(self, training: Training) -> None:
-        """Count the tensors that live as long as the training, all of which exist now."""
+        """Count the tensors that exist for the whole training, all of which are allocated now."""
         self._training = training
         parameters = self._storages(
             chain.from_iterable(model.parameters() for model in _models(training))
@@ -125,18 +125,18 @@ class OutOfMemoryWatch:
         self._lasting = {*parameters, *gradients, *optimizer}
 
     def settle(self) -> None:
-        """Note what else is allocated between two steps: workspaces and buffers."""
+        """Record what else is allocated between two steps: workspaces and buffers."""
         if self._device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self._device)
             lasting = self._parameters_bytes + self._gradients_bytes + self._optimizer_bytes
             self._besides_bytes = max(0, allocated - lasting)
 
     def alive(self, error: BaseException) -> tuple[AliveMemory, str, int | None]:
-        """Return what was alive when ``error`` was raised, its phase and its layer."""
+        """Return live memory by kind, phase and layer at the time when ``error`` was raised."""
         return self._noted or (self._unnoted(error), self._where.phase, self._where.layer)
 
     def _unnoted(self, error: BaseException) -> AliveMemory:
-        """Return the bytes known if the observer was not called: on the CPU, or in a library."""
+        """Return live memory if the observer was not called: on the CPU, or in a library."""
         asked = _ASKED_ON_CPU.search(str(error))
         every = [frame for frame, _ in walk_tb(error.__traceback__)]
         frames = [frame for frame in every if _HOLDS_LOGITS.search(frame.f_code.co_filename)]
@@ -150,7 +150,7 @@ class OutOfMemoryWatch:
         )
 
     def _note(self, device: int, requested: int, _limit: int, device_free: int) -> None:
-        """Record what is alive as the allocator gives up: it raises afterwards, this must not."""
+        """Record live memory before the allocator raises its error; must not raise itself."""
         try:
             callers = [frame for frame, _ in walk_stack(_INTERPRETER._getframe())]
             frames = [
@@ -242,7 +242,7 @@ class OutOfMemoryWatch:
 
 
 def stored(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of this rank's shard: 8-bit moments are codes and scales."""
+    """Yield the plain tensors of this rank's shard; 8-bit moments consist of codes and scales."""
     own: Any = local_shard(tensor)
     if not is_traceable_wrapper_subclass(own):
         yield own
@@ -266,7 +266,7 @@ def _gradients(training: Training) -> Iterator[Tensor]:
 
 
 def _weight_gradients(frames: Iterable[FrameType]) -> Iterator[Tensor]:
-    """Yield the sums of weight gradients that frames are adding up."""
+    """Yield the sums of weight gradients that these frames accumulate."""
     for frame in frames:
         for value in list(frame.f_locals.values()):
             total = getattr(value, "sum_OI", None) if isinstance(value, WeightGradient) else None
@@ -275,7 +275,7 @@ def _weight_gradients(frames: Iterable[FrameType]) -> Iterator[Tensor]:
 
 
 def _gathered(training: Training) -> Iterator[Tensor]:
-    """Yield what FSDP holds besides shards: gathered parameters, and buffers of its collectives."""
+    """Yield FSDP's tensors besides shards: gathered parameters, and collectives' buffers."""
     for model in _models(training):
         for parameter in _fsdp2_parameters(model):
             yield from parameter.all_gather_outputs
@@ -321,7 +321,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _place(frames: Iterable[FrameType]) -> str | None:
-    """Return the engine's innermost line, as ``highwater/engine/models/loss.py:84 forward``."""
+    """Return the innermost line of the engine: ``highwater/engine/models/loss.py:84 forward``."""
     for frame in frames:
         found = _ENGINE.search(frame.f_code.co_filename)
         if found is not None:

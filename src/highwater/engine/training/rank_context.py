@@ -1,6 +1,6 @@
-"""Rank context: a rank's device, attention kernel and process groups, and the memory that joining
-them took. Also agreement: an error on one rank is raised on all, with the same words. Values are
-exchanged as JSON, because unpickling could run code that another machine sends.
+"""Rank context: a rank's device, attention kernel and process groups, and the memory that setting
+them up took. Also agreement: an error on one rank is raised on all, with the same message. Values
+are exchanged as JSON, because unpickling could run code that another machine sends.
 """
 
 import os
@@ -30,7 +30,7 @@ from highwater.nouns.trial import Device, TrialSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """One rank's place in a trial."""
+    """A rank's device, kernel, mesh and groups in a trial."""
 
     device: torch.device
     kernel: Kernel
@@ -131,7 +131,7 @@ _KINDS = {kind.__name__: kind for kind in (HighwaterError, UsageError, ModelErro
 
 
 class _Failure(Record, frozen=True, kw_only=True):
-    """An error, as other ranks are told of it."""
+    """An error as sent to other ranks."""
 
     kind: str | None
     """Name of a HighwaterError's class; None for a bug."""
@@ -163,7 +163,7 @@ def agreed(mesh: DeviceMesh) -> Generator[None]:
 
 
 def gathered(own: T, mesh: DeviceMesh, *, kind: type[T]) -> list[T]:
-    """Return every rank's value, in the order of the ranks.
+    """Return every rank's value, in rank order.
 
     Raises MachineError if another rank sends something that is not JSON of this kind.
     """

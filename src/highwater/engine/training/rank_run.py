@@ -1,7 +1,7 @@
-"""Rank run: the common part of a rank in a trial and in training. It joins the groups, builds
-models and optimizers by the settings, divides the memory budget and takes steps; a report can be
-made at any time. A trial takes its steps, saves what the settings ask for, and checks that all
-stayed within the memory budget.
+"""Rank run: the common part of a rank in a trial and in training. It sets up the process groups,
+builds models and optimizers by the settings, divides the memory budget and runs steps; a report can
+be made at any time. A trial runs its steps, saves files by its settings, and checks that memory
+stayed within the budget.
 """
 
 import math
@@ -128,7 +128,7 @@ def _model(
 
 
 def _reference(spec: TrialSpec, context: RankContext) -> Decoder:
-    """Build the reference: the policy before training, frozen, on the host, fetched by layers.
+    """Build the reference model: the policy before training, frozen, on the host, copied by layers.
 
     It uses the policy's own kernels: others round differently, and over a document's thousands of
     tokens that adds up to a log-ratio where there should be none.
@@ -138,7 +138,7 @@ def _reference(spec: TrialSpec, context: RankContext) -> Decoder:
 
 
 def _built(spec: TrialSpec, context: RankContext, **how: Any) -> Decoder:
-    """Build a model of the trial; ``how``: arguments of ``build`` in which its models differ."""
+    """Build a model of the trial; ``how``: arguments of ``build`` that differ by model."""
     settings, depth = spec.settings, spec.attention_depth
     kernel, shared = context.kernel, context.shared
     return build(
@@ -159,10 +159,10 @@ REHEARSAL_TOKENS = 256
 
 
 class RankRun(ABC):
-    """State of one rank, of which a report can be made at any time, also after a failure."""
+    """State of one rank; a report of it can be made at any time, also after a failure."""
 
     def __init__(self, spec: TrialSpec, *, on_phase: Callable[[str], None]) -> None:
-        """``on_phase`` is called with the next phase in words, like ``loading kernels``."""
+        """``on_phase`` is called with each phase in words, like ``loading kernels``."""
         self.spec = spec
         self.on_phase = on_phase
         self.profiler: TrialProfiler | None = None
@@ -174,7 +174,7 @@ class RankRun(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Do the whole run. Raises whatever stops it; ``snapshot`` then says how far it came."""
+        """Do the whole run. Raises the error that stops it; ``snapshot`` has the state so far."""
 
     def assembled(self) -> tuple[Training, RankContext]:
         """Join the groups and build everything that lives as long as the training."""
@@ -216,7 +216,7 @@ class RankRun(ABC):
         return training, context
 
     def divide_budget(self, training: Training, context: RankContext) -> None:
-        """Limit the allocator to what the budget leaves, once all memory outside it is taken."""
+        """Limit the allocator by the memory budget, after all memory outside it is allocated."""
         limit = self.spec.memory_budget_bytes
         if context.device.type == "cpu":
             assert limit is not None
@@ -240,7 +240,7 @@ class RankRun(ABC):
         self.report = self.with_(budget=budget)
 
     def step(self, training: Training, micro_batches: Sequence[Batch], *, number: int) -> None:
-        """Train step ``number`` (from 1) and record it; FloatingPointError if one is not finite."""
+        """Train step ``number`` (from 1) and record it; FloatingPointError for infinite values."""
         synchronize(training.device)
         began = time.perf_counter() - _preparing_s(training)
         first = self.report.first_step_at_unix_s or time.time()
@@ -276,7 +276,7 @@ class RankRun(ABC):
 
 
 def _preparing_s(training: Training) -> float:
-    """Return the seconds spent on mapping host memory so far, which no step's time includes."""
+    """Return the seconds spent on mapping host memory so far, which step times leave out."""
     return 0.0 if training.host is None else training.host.memory.preparing_s
 
 
@@ -289,7 +289,7 @@ def rehearsal_batch(spec: TrialSpec, context: RankContext) -> Batch:
 
 
 def settle(training: Training, batch: Batch) -> None:
-    """Load everything that lives outside the allocator, then empty its cache; for GPUs only."""
+    """Load everything that is outside the allocator, then empty its cache; for GPUs only."""
     rehearse(training, batch)
     synchronize(training.device)
     torch.cuda.empty_cache()
@@ -307,7 +307,7 @@ def step_numbers(
 
 
 def refuse_infinite(values: Mapping[str, float], step: int) -> None:
-    """Raise FloatingPointError for the first of a step's numbers that is not finite."""
+    """Raise FloatingPointError for the first value of a step that is not finite."""
     for name, value in values.items():
         if not math.isfinite(value):
             raise FloatingPointError(f"the {name.replace('_', ' ')} of step {step} is {value}")
@@ -341,7 +341,7 @@ class Trial(RankRun):
     """One rank of a trial."""
 
     def run(self) -> None:
-        """Take all steps. Raises whatever stops them; ``snapshot`` then says how far they came."""
+        """Run all steps. Raises the error that stops them; ``snapshot`` has the state so far."""
         training, context = self.assembled()
         self.divide_budget(training, context)
         source = batches(
@@ -355,7 +355,15 @@ class Trial(RankRun):
             self.on_phase(f"step {step} of {self.spec.steps}")
             whole = [next(source) for _ in range(self.spec.micro_batches)]
             if self.spec.data is not None:
-                self._refuse_different(whole, context)
+                digests = gather_rows(digest(whole).to(context.device), context.shared.every)
+                if len(digests.unique()) > 1:
+                    raise UsageError(
+                        f"{self.spec.data} yielded different documents to the "
+                        f"{context.shared.degree} ranks of data rank {context.data_rank}, each of "
+                        "which trains a part of them",
+                        hint="seed what it draws or shuffles by `data_rank`, which these ranks "
+                        "share",
+                    )
             own = [context.share_of(batch) for batch in whole]
             with self.profiler.step(step - 1) if self.profiler else nullcontext():
                 self.step(training, own, number=step)
@@ -367,18 +375,8 @@ class Trial(RankRun):
             if why is not None:
                 raise torch.OutOfMemoryError(f"CUDA out of memory: {why}")
 
-    def _refuse_different(self, whole: Sequence[Batch], context: RankContext) -> None:
-        """Raise UsageError if ranks that share a sequence were given different documents."""
-        digests = gather_rows(digest(whole).to(context.device), context.shared.every)
-        if len(digests.unique()) > 1:
-            raise UsageError(
-                f"{self.spec.data} yielded different documents to the {context.shared.degree} "
-                f"ranks of data rank {context.data_rank}, each of which trains a part of them",
-                hint="seed what it draws or shuffles by `data_rank`, which these ranks share",
-            )
-
     def _save_what_is_due(self, training: Training, *, last: bool) -> None:
-        """Save what is due after a step; memory peaks of saving count for the trial."""
+        """Save files that are due after a step; memory peaks of saving count for the trial."""
         settings, source, mesh = self.spec.settings, Path(self.spec.model_directory), training.mesh
         directory = Path(self.spec.checkpoint_directory or "")
         if settings.checkpoint == "sharded" and last:

@@ -1,10 +1,10 @@
-"""Reporters: rank 0 tells the statistics of each step to TensorBoard, W&B, MLflow or Trackio.
+"""Reporters: rank 0 sends the statistics of each step to TensorBoard, W&B, MLflow or Trackio.
 
 A reporter is one function here and a name in ``ReporterName``: it opens a run by its package's own
-client, and returns how to log numbers of a step and how to end the run. A package that raises
-(no network, a full disk) is reported once, and training goes on without it.
+client, and returns functions that log a step's values and end the run. A package that raises (no
+network, a full disk) is reported once, and training goes on without it.
 
-The run's id is kept in a file: a training that goes on reports to the same run.
+The run's id is kept in a file: a resumed training reports to the same run.
 """
 
 import os
@@ -27,7 +27,7 @@ _PROJECT = "highwater"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReportedRun:
-    """A package's run, to be opened or continued."""
+    """A run in an experiment tracker (such as W&B), to be opened or continued."""
 
     directory: Path
     """Folder for the files that packages write."""
@@ -129,7 +129,7 @@ _OPENED_BY: Mapping[ReporterName, Callable[[_ReportedRun], _Open]] = {
 
 
 class Reports:
-    """Sends numbers to the reporters ``names``; the first ``write`` opens their runs."""
+    """Sends statistics to the reporters ``names``; the first ``write`` opens their runs."""
 
     def __init__(self, names: Sequence[ReporterName], directory: Path) -> None:
         """``directory``: folder for the packages' files; made at the first ``write``."""
@@ -137,7 +137,7 @@ class Reports:
         self._open: dict[ReporterName, _Open] | None = None
 
     def write(self, step: int, numbers: Mapping[str, Reduced]) -> None:
-        """Send a step's numbers; one that every rank has is sent as one number for each rank."""
+        """Send a step's statistics; a tuple is sent as one value for each rank."""
         if self._open is None:
             self._open = {}
             for name in self._names:
@@ -161,7 +161,7 @@ class Reports:
         self._open[name] = _OPENED_BY[name](run)
 
     def _try(self, name: ReporterName, call: Callable[[], object]) -> None:
-        """Call the package; if it raises, say so and leave it out from now on."""
+        """Call the tracker; if it raises, print that and leave the tracker out from now on."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 -- a client's own, on which no training depends
@@ -172,7 +172,7 @@ class Reports:
 
 
 def _scalars(numbers: Mapping[str, Reduced]) -> dict[str, float]:
-    """Return all numbers but None by name; of a tuple, one for each rank: ``name/rank 0``, ..."""
+    """Return all values but None, by name; those of a tuple as ``name/rank 0``, ..."""
     scalars: dict[str, float | int | None] = {}
     for name, value in numbers.items():
         if isinstance(value, tuple):

@@ -75,7 +75,7 @@ class RunCheckpoints:
         self.folder = run_directory / CHECKPOINTS
 
     def latest(self) -> Path | None:
-        """Return the checkpoint of the latest step, whole or damaged; None if there is none."""
+        """Return the checkpoint of the latest step, even if damaged; None if there is none."""
         return max(self._checkpoints(), key=_step_of, default=None)
 
     def best(self) -> BestCheckpoint | None:
@@ -92,8 +92,8 @@ class RunCheckpoints:
         """Save models, optimizers and ``state``, then remove all but the latest and the best
         checkpoint; returns the new folder. An existing whole checkpoint of this step is kept.
 
-        Raises MachineError, on all ranks, if the disk cannot take it: earlier checkpoints stay, and
-        nothing is left of this one. Raises UsageError if the folder has another run's checkpoints.
+        Raises MachineError, on all ranks, if the disk is full or fails: earlier checkpoints stay,
+        and this one is removed. Raises UsageError if the folder has another run's checkpoints.
         """
         mesh, target = training.mesh, self.folder / checkpoint_name(state.step)
         if self._is_saved(target, state, mesh):
@@ -150,7 +150,7 @@ class RunCheckpoints:
         return state
 
     def _is_saved(self, target: Path, state: RunState, mesh: DeviceMesh) -> bool:
-        """True if this step has a whole checkpoint; UsageError for later ones, or another run's."""
+        """True if this step has a whole checkpoint; UsageError for a later or another run's one."""
         with agreed(mesh):
             others = [each for each in self._checkpoints() if _step_of(each) > state.step]
             if target.is_dir():
@@ -190,7 +190,7 @@ class RunCheckpoints:
                 write_manifest(partial, {name: each for own in every for name, each in own.items()})
 
     def _begin(self, partial: Path, needed: int) -> None:
-        """Make the partial folder; raises OSError if there is no room for its content."""
+        """Make the partial folder; raises OSError if the disk has too little space for a save."""
         self._remove_partial()
         try:
             partial.mkdir(parents=True)
@@ -248,7 +248,7 @@ class RunCheckpoints:
         return state
 
     def _way_on(self, path: Path, mesh: DeviceMesh) -> str:
-        """Return the hint for a damaged checkpoint: use the latest whole one before it, or none."""
+        """Return the hint for a damaged checkpoint: the latest undamaged one before it, or none."""
         for name in self._names(mesh):
             if _step_of(self.folder / name) < _step_of(path):
                 with suppress(UsageError):
@@ -274,7 +274,7 @@ class RunCheckpoints:
             path.rename(aside)
 
     def _tell_best(self) -> None:
-        """Record the best checkpoint, among those evaluated on the same data as the latest."""
+        """Record the best checkpoint among those evaluated on the same data as the latest one."""
         states: list[RunState] = []
         for path in self._checkpoints():
             with suppress(UsageError):  # a damaged one is not the best
@@ -297,7 +297,7 @@ class RunCheckpoints:
             (self.folder / BEST_FILE).unlink(missing_ok=True)
 
     def _remove_older(self) -> None:
-        """Remove all checkpoints but the latest and the best; keep any with foreign files."""
+        """Remove all checkpoints but the latest and the best; keep any with unknown files."""
         best = self.best()
         kept = {self.latest(), None if best is None else self.folder / best.checkpoint}
         for path in self._checkpoints():
@@ -310,7 +310,7 @@ class RunCheckpoints:
                     shutil.rmtree(path.rename(path.with_name(path.name + PARTIAL)))
 
     def _remove_partial(self) -> None:
-        """Remove folders of saves and removals that were killed."""
+        """Remove folders of interrupted saves and removals."""
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():
@@ -331,7 +331,7 @@ def read_state(path: Path) -> RunState:
 
 
 def checkpoint_bytes(training: Training) -> int:
-    """Bytes of all numbers in a checkpoint, over all ranks; each tensor takes about 1 KiB more."""
+    """Bytes of all tensors in a checkpoint, over all ranks; each takes about 1 KiB more."""
     own = 0
     for model, optimizer in training.trained:
         for parameter in model.parameters():
@@ -352,7 +352,7 @@ def _own(partial: Path, rank: int) -> Iterator[Path]:
 
 
 def is_ours(folder: Path, is_own_file: Callable[[str], object]) -> bool:
-    """True for a folder, no link, in which ``is_own_file`` is true of every file's path in it."""
+    """True for a folder, no link, in which ``is_own_file`` holds for each file's relative path."""
     return (
         folder.is_dir()
         and not folder.is_symlink()

@@ -1,6 +1,6 @@
 """Shard reader: read parts of saved tensors into allocated shards, whatever sharding saved them.
 
-Every sharding cuts a tensor into ranges of its flat numbers: FSDP2 and saved pieces at rows, FSDP1
+Every sharding cuts a tensor into ranges of its flat elements: FSDP2 and saved pieces at rows, FSDP1
 anywhere. A rank holds one range, and reads the saved pieces that overlap it, one at a time. The
 position of each piece is in a JSON index beside the files: torch's own ``.metadata`` is a pickle,
 which is written for torch's tools and never read here.
@@ -50,7 +50,7 @@ class IndexedPiece(Record, frozen=True, kw_only=True):
 
 
 class IndexedTensor(Record, frozen=True, kw_only=True):
-    """One whole tensor in pieces; if ranks had copies, only one is saved."""
+    """One unsharded tensor as saved pieces; of copies on several ranks only one is saved."""
 
     dtype: str
     """PyTorch's name of the dtype, like ``float32``."""
@@ -67,7 +67,7 @@ class ShardIndex(Record, frozen=True, kw_only=True):
 def write_index(
     directory: Path, metadata: dcp.Metadata, places: Mapping[MetadataIndex, Any]
 ) -> None:
-    """Write and flush the index of tensors just saved in ``directory``, pieces at ``places``."""
+    """Write and flush the index of tensors just saved in ``directory``; ``places``: of pieces."""
     index = ShardIndex(
         tensors={
             name: _saved_tensor(name, entry, places)
@@ -121,7 +121,7 @@ def _saved_tensor(
 
 
 class FlatRange(NamedTuple):
-    """Range of a tensor's flat numbers, from ``start`` up to ``stop``."""
+    """Range of a tensor's flat elements, from ``start`` up to ``stop``, exclusive."""
 
     start: int
     stop: int
@@ -183,14 +183,14 @@ class ShardReader:
 
 
 class _FlatPlace(NamedTuple):
-    """A tensor, and the index of a number in the flat tensor."""
+    """A tensor, and the index of its first element in the flat tensor."""
 
     tensor: Tensor
     first: int
 
 
 def _range_of(name: str, piece: IndexedPiece, saved: IndexedTensor) -> FlatRange:
-    """Return a piece's range of the whole tensor's flat numbers; pieces are whole rows."""
+    """Return a piece's range of the tensor's flat elements; pieces are whole rows."""
     if piece.offsets[1:] != (0,) * len(piece.offsets[1:]) or piece.sizes[1:] != saved.shape[1:]:
         raise UsageError(
             f"{name} was saved in pieces that are no whole rows",
@@ -202,7 +202,7 @@ def _range_of(name: str, piece: IndexedPiece, saved: IndexedTensor) -> FlatRange
 
 
 def _copy(name: str, source: _FlatPlace, target: _FlatPlace, length: int) -> None:
-    """Copy flat numbers from one tensor to another, without changing them."""
+    """Copy ``length`` flat elements from one tensor to another, without rounding."""
     is_coded = is_traceable_wrapper_subclass(source.tensor)
     if is_traceable_wrapper_subclass(target.tensor):
         _copy_codes(name, source, target, length, is_coded=is_coded)
@@ -223,7 +223,7 @@ def _copy(name: str, source: _FlatPlace, target: _FlatPlace, length: int) -> Non
 def _copy_codes(
     name: str, source: _FlatPlace, target: _FlatPlace, length: int, *, is_coded: bool
 ) -> None:
-    """Copy 8-bit codes and scales, which is possible for whole blocks only."""
+    """Copy 8-bit codes and scales; UsageError unless the range is of whole blocks."""
     if not is_coded or any(n % QUANTIZED_BLOCK for n in (source.first, target.first, length)):
         kept = "float32" if not is_coded else "blocks that lie otherwise"
         raise UsageError(

@@ -1,11 +1,11 @@
-"""Statistics of a step: numbers that are the same however it is split over micro-batches and ranks.
+"""Statistics of a step: values that do not depend on its split over micro-batches and ranks.
 
-A quantity (statistics.json) says what it counts and from which ranks it is combined; each rank
-adds its parts. One sum over all ranks carries everything: scalars, and two numbers for each
-document. A number has a slot for each group of ranks that is combined, a minimum or maximum one for
-each rank, and nothing is averaged or exponentiated before the sum. The sum runs after the update,
-when no activation is alive, and as an operation that the step has used before: NCCL would take
-memory for a new one, and its MIN and MAX lose a NaN.
+A quantity (statistics.json) defines what is counted and over which ranks it is combined; each rank
+adds its parts. One all-reduce carries everything: scalars, and two values for each document. A
+value has a slot for each group of ranks that is combined, a minimum or maximum one for each rank,
+and nothing is averaged or exponentiated before the sum. The sum runs after the update, when there
+are no activations, and as an operation that the step has used before: NCCL would take memory for a
+new one, and its MIN and MAX lose a NaN.
 """
 
 import math
@@ -38,7 +38,7 @@ DOCUMENT = "document"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """Rule by which the ranks' parts of one number of a step are combined."""
+    """Rule by which the ranks' parts of one statistic of a step are combined."""
 
     how: How
     says: str = ""
@@ -67,7 +67,7 @@ _PER_DOCUMENT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """Place of a rank among all; ranks that share a sequence have consecutive numbers."""
+    """A rank's number among all; ranks that share a sequence have consecutive numbers."""
 
     rank: int
     ranks: int
@@ -75,7 +75,7 @@ class Coordinates:
     """Number of ranks that share one sequence."""
 
     def slot(self, group: Group, rank: int | None = None) -> int:
-        """Return the index of the group of this kind that ``rank`` is in (None: this rank)."""
+        """Return the index of the group of this kind that has ``rank`` (None: this rank)."""
         rank = self.rank if rank is None else rank
         data_rank, place = divmod(rank, self.sharing)
         return {"rank": rank, "context": data_rank, "data": place, "all": 0}[group]
@@ -90,7 +90,7 @@ class Coordinates:
 
 
 class Statistics:
-    """Parts that this rank adds to a step's numbers, until they are exported."""
+    """Collects this rank's parts of a step's statistics until they are exported."""
 
     def __init__(
         self,
@@ -123,13 +123,13 @@ class Statistics:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all parts."""
+        """Drop all parts."""
         self._parts: dict[str, float] = {}
         self._of_documents: list[tuple[float, float]] = []
         self._has_logprobs = False
 
     def add(self, name: str, value: float | Tensor) -> None:
-        """Add this rank's part: to a sum, to the numerator of a mean, or to the rank's own number;
+        """Add this rank's part: to a sum, to the numerator of a mean, or to the rank's own value;
         for a minimum or maximum, one more candidate. A ``same`` quantity is set.
 
         Raises UsageError for an unknown name (listing the known ones), for a value that is not a
@@ -154,11 +154,11 @@ class Statistics:
         self._of_documents += zip(logprob_sums or [0.0] * len(counts), counts, strict=True)
 
     def export(self, *, most_documents: int) -> dict[str, Reduced]:
-        """Return the step's numbers that have parts, and forget the parts; all ranks must call it.
+        """Return the step's statistics that have parts, and drop the parts; all ranks must call it.
 
-        ``most_documents``: the most documents that any rank added, the same on all ranks. A number
-        that only a group combines is returned for this rank's group. Raises UsageError if a rank
-        added nothing to the denominator of a mean that it added to, and for a count past 2**53.
+        ``most_documents``: the most documents that any rank added, the same on all ranks. One that
+        a group combines is returned for this rank's group. Raises UsageError if a rank added
+        nothing to the denominator of a mean that it added to, and for a count past 2**53.
         """
         numbers_of_all = [*self._scalars(), *self._documents(most_documents)]
         row = torch.tensor(numbers_of_all, dtype=torch.float64)
@@ -187,7 +187,7 @@ class Statistics:
 
     @property
     def _sent(self) -> Iterator[tuple[str, Quantity, Group]]:
-        """Yield each quantity that is summed, with its slots: one a group, or one a rank."""
+        """Yield each quantity that is summed, with its slots: one per group, or one per rank."""
         for name, quantity in self._quantities.items():
             if quantity.per != DOCUMENT and quantity.how not in _NOT_SENT:
                 is_sum = quantity.how in ("sum", "mean")
@@ -202,7 +202,7 @@ class Statistics:
                 yield from slots
 
     def _sent_of(self, name: str, quantity: Quantity) -> tuple[float, ...]:
-        """Return this rank's values of a quantity, as many as ``_numbers_of`` says."""
+        """Return this rank's values of a quantity; ``_numbers_of`` has their number."""
         part, is_there = self._part(name), name in self._parts
         match quantity.how:
             case "mean":
@@ -219,7 +219,7 @@ class Statistics:
         return self._parts.get(name, 0.0) * self._shares.get(name, 1)
 
     def _documents(self, most: int) -> Iterator[float]:
-        """Yield this rank's part of its documents, and zeros for those of other data ranks."""
+        """Yield the values of this rank's documents, and zeros for those of other data ranks."""
         padding = [(0.0, 0.0)] * (most - len(self._of_documents))
         for data_rank in range(self.coordinates.slots("context")):
             is_own = data_rank == self.coordinates.slot("context")
@@ -229,7 +229,7 @@ class Statistics:
     def _number(
         self, name: str, quantity: Quantity, group: Group, parts: Sequence[Sequence[float]]
     ) -> Reduced:
-        """Return this rank's result of a quantity, from all groups' slots of each of its parts."""
+        """Return this rank's result of a quantity, combined from the slots of all its groups."""
         own = [slots[self.coordinates.slot(group)] for slots in parts]
         match quantity.how:
             case "sum":
@@ -378,12 +378,12 @@ def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _numbers_of(quantity: Quantity) -> int:
-    """Values a slot: 3 for a mean (numerator, denominator, ranks that lack it), 2 for min, max."""
+    """Values a slot: 3 for a mean (numerator, denominator, ranks without it), 2 for min, max."""
     return {"mean": 3, "min": 2, "max": 2}.get(quantity.how, 1)
 
 
 def _number(name: str, value: object, quantity: Quantity) -> float:
-    """Convert a number, or a tensor or array of one, to float; a count must be whole."""
+    """Convert a number, or a tensor or array of one element, to float; a count must be whole."""
     number = part = None
     try:
         number = value.item() if hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]

@@ -1,5 +1,5 @@
-"""Statistics log: rank 0 writes the numbers of a trial's steps, one line of JSON for each step, and
-tells them to reporters.
+"""Statistics log: rank 0 writes the statistics of a trial's steps, one line of JSON for each step,
+and sends them to reporters.
 """
 
 import sys
@@ -32,7 +32,7 @@ _PEAKS = (
 
 
 class StatisticsLog:
-    """Combines a step's numbers over all ranks and writes them on rank 0."""
+    """Combines a step's statistics over all ranks, and writes them on rank 0."""
 
     def __init__(
         self, spec: TrialSpec, files: StatisticsFiles, training: Training, *, device_name: str
@@ -51,7 +51,7 @@ class StatisticsLog:
     def write(
         self, step: int, known: Mapping[str, float], *, step_time_s: float, memory: RankMemory
     ) -> None:
-        """Write a step's numbers; ``known``: those that are equal on all ranks, like the loss.
+        """Write a step's statistics; ``known``: values that are equal on all ranks, like the loss.
 
         All ranks must call this, after the device has finished the step.
         """
@@ -102,7 +102,7 @@ class StatisticsLog:
 
 
 class _Files:
-    """Files that rank 0 writes. A full disk does not stop the trial; it is reported once."""
+    """Statistics files of rank 0. A full disk does not stop the trial; it is reported once."""
 
     def __init__(self, files: StatisticsFiles) -> None:
         self._path, self._failed = Path(files.path), False

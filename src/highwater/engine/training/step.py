@@ -62,7 +62,7 @@ def backward_of(
     """Add all micro-batches' gradients to the shards; returns this rank's share of the loss.
 
     ``then`` is called for each model once its gradients are complete: for the critic before the
-    policy's forward pass, so that the gradients of both are never alive together. The policy's loss
+    policy's forward pass, so that the gradients of both never exist together. The policy's loss
     uses the critic's values from before the step.
     """
     enter("experience")
@@ -90,7 +90,7 @@ def backward_of(
 
 
 def clip_trained(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Clip a trained model's gradients as the hyperparameters say; returns their norm before."""
+    """Clip a trained model's gradients by the hyperparameters; returns their norm before."""
     if not training.keeps_gradients:
         fill_missing_gradients(optimizer)
     return clip(model, mesh=training.mesh, max_norm=training.hyperparameters.max_grad_norm)
@@ -135,7 +135,7 @@ def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 class Counts(NamedTuple):
-    """Counts over all ranks, by which the means of this step are divided."""
+    """Counts over all ranks, the denominators of this step's means."""
 
     trained: int
     """Trained tokens, or pairs of documents if the objective takes pairs."""
@@ -189,7 +189,7 @@ def _experiences(training: Training, micro_batches: Sequence[Batch]) -> Sequence
 def _policy_loss(
     training: Training, batch: Batch, experience: Experience | None, counted: Counts
 ) -> Tensor:
-    """Return this micro-batch's share of the policy's loss; only this tells objectives apart."""
+    """Return this micro-batch's share of the policy's loss; objectives differ only here."""
     match training.objective:
         case "sft":
             gradient = objectives.sft_logprob_gradient(trained_tokens=counted.trained)
@@ -234,7 +234,7 @@ def _clipped_loss(
     experience: Experience,
     counted: int,
 ) -> Tensor:
-    """Return the clipped policy loss, with entropy and divergence if the settings have them."""
+    """Return the clipped policy loss, plus entropy and divergence terms if they are set."""
     assert experience.advantages_N is not None
     logprobs_N, numbers = statistics.logprobs_N, training.hyperparameters
     loss = objectives.clip_loss(
@@ -261,7 +261,7 @@ def _clipped_loss(
 
 def reward_loss(training: Training, batch: Batch, *, pairs: int) -> Tensor:
     """Return the pairwise reward loss. A document's reward is the model's output at its last token,
-    which may be on another rank; each rank that shares it returns an equal share.
+    which may be on another rank; each rank of the sequence returns an equal share.
     """
     numbers_P = training.policy(
         batch.input_ids_T, batch.position_ids_T, batch.ends_P, batch.document_lengths

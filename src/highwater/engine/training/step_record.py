@@ -1,7 +1,7 @@
-"""Step record: numbers of each trained token of a step, copied to the host while the step runs.
-Also ``Training``: the models, optimizers and settings of a step.
+"""Step record: values of each trained token of a step, copied to the host while the step runs. Also
+``Training``: the models, optimizers and settings of a step.
 
-The numbers take no device memory, and nothing waits for their copies: they may be read once the
+The values take no device memory, and nothing waits for their copies: they may be read once the
 device is synchronised, as when a step's loss is read. They take 8 to 24 bytes a trained token.
 
 Shapes:  N trained tokens of one micro-batch, this rank's share  D documents of the micro-batch
@@ -31,7 +31,7 @@ _OF_LOGITS = ("logit_min", "logit_max", "logit_min_avg", "logit_max_avg")
 
 
 class TokenNumbers(NamedTuple):
-    """Numbers of a micro-batch's trained tokens; None for any that the objective lacks."""
+    """Values of a micro-batch's trained tokens, each field of shape N; None if not computed."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -41,7 +41,7 @@ class TokenNumbers(NamedTuple):
 
 @dataclass(slots=True)
 class StepRecord:
-    """Record of one step on one rank, written by the step."""
+    """Record of the trained tokens of one step on one rank, filled by the step."""
 
     micro_batches: Sequence[Batch] = ()
     """This rank's micro-batches, on the host."""
@@ -53,13 +53,13 @@ class StepRecord:
     """Range of the policy's logits; None if it is not asked for."""
 
     def begin(self, micro_batches: Sequence[Batch], *, most_documents: int) -> None:
-        """Start a new step's record and drop the last one's."""
+        """Start a new step's record, and drop that of the last step."""
         self.micro_batches, self.most_documents, self.tokens = micro_batches, most_documents, []
         if self.logit_range is not None:
             self.logit_range.reset()
 
     def keep(self, *numbers: Tensor | None) -> None:
-        """Start copying the numbers of the next micro-batch's tokens, in TokenNumbers' order."""
+        """Start copying the values of the next micro-batch's tokens, in TokenNumbers' order."""
         # The copies go to pinned memory, so that neither the host nor a stream waits for them.
         copies = (n if n is None else n.detach().to("cpu", non_blocking=True) for n in numbers)
         self.tokens.append(TokenNumbers(*copies))  # pyright: ignore[reportArgumentType]
@@ -114,7 +114,7 @@ class Training:
 
     @property
     def traits(self) -> ObjectiveTraits:
-        """Traits of the objective, for example whether it has a reference."""
+        """Traits of the objective, such as whether it needs a reference."""
         return TRAITS[self.objective]
 
     @property

@@ -1,4 +1,4 @@
-"""Trainer: a trial's step in the user's own loop, on one process or on the ranks that share it.
+"""Trainer: a trial's step in the user's own loop, in one process or on several ranks.
 
 It trains exactly what a search measured: the same keywords make the same TrialSpec, and
 ``assemble`` builds the same models and optimizers from it. docs/reference/library.md is the page
@@ -68,10 +68,10 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """A model, its optimizer and all else that a step needs, for a training loop of your own.
+    """A model, its optimizer and everything a step needs, for a training loop of your own.
 
     Every rank of the loop makes a Trainer, with the same keywords, and calls the same methods in
-    the same order. A process has one at a time: it joins the process group, which ``close`` leaves.
+    the same order. A process has one at a time, as it joins a process group, until ``close``.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Trainer:
         quantities: Mapping[str, Quantity] | None = None,
         **settings: Any,
     ) -> None:
-        """Join the ranks, and build what is trained on this rank's device.
+        """Join the process group, and build models and optimizers on this rank's device.
 
         ``model`` is a directory with weights, an id of the Hub or a catalog name; the last has
         random weights, drawn by ``seed``. ``length`` is the longest document, in tokens.
-        ``quantities`` are numbers, by name, that the loop itself adds to. ``settings`` are those of
-        ``highwater.run_trial`` that concern a step. The allocator, or on the CPU this process's
+        ``quantities`` are statistics, by name, that the loop itself adds to. ``settings`` are those
+        of ``highwater.run_trial`` that concern a step. The allocator, or on the CPU this process's
         data segment, is bounded only if ``memory`` is given.
 
         Raises HighwaterError for settings that cannot be trained, before anything is built.
@@ -130,7 +130,14 @@ class Trainer:
     def _build(self, request: Request) -> None:
         self._context = take_context(self.spec)
         if request.allocator is not None:
-            _check_allocator(self.device, ALLOCATOR_MODES[request.allocator])
+            mode = ALLOCATOR_MODES[request.allocator]  # fixed when the process starts
+            name, _, wanted = mode.partition(":")
+            found = allocator_settings(self.device).get(name, wanted)
+            if found != wanted:
+                raise UsageError(
+                    f"the allocator runs with {name} {found}, and {wanted} is asked for",
+                    hint=f"`export {ALLOCATOR_VARIABLES[0]}={mode}` before the loop starts",
+                )
         self._statistics = Statistics(
             self._context.mesh, self._context.shared.every, quantities=self._own
         )
@@ -176,7 +183,7 @@ class Trainer:
 
     @property
     def data_parallel_degree(self) -> int:
-        """Number of data-parallel groups, each of which trains on documents of its own."""
+        """Number of data-parallel groups, each of which trains on its own documents."""
         return self.spec.layout.data_parallel_degree
 
     @property
@@ -201,8 +208,8 @@ class Trainer:
         times the sequences per micro-batch. Every rank must give the same number of micro-batches.
 
         Raises UsageError for invalid documents before anything is trained, on all ranks if one has
-        any. Raises FloatingPointError for a loss or a norm that is not finite: the update has been
-        made by then, and the weights are lost.
+        any. Raises FloatingPointError for a loss or a norm that is not finite: by then the update
+        has run, and the weights are lost.
         """
         whole, tokens = self._read(micro_batches, trains=True)
         number = self.steps_done + 1
@@ -262,7 +269,7 @@ class Trainer:
         float32 from the CPU. For a model with LoRA only the adapters are written, for peft; with
         ``merged`` the model plus its adapters.
 
-        The first rank writes beside the directory, and renames when all is on the disk. Raises
+        The first rank writes to a temporary name, and renames it when all is on the disk. Raises
         UsageError for a directory that is not empty.
         """
         target = Path(directory).absolute()
@@ -332,13 +339,21 @@ class Trainer:
         return [self._context.share_of(batch) for batch in whole]
 
     def _read(self, micro_batches: Iterable[Any], *, trains: bool) -> tuple[list[Batch], int]:
-        """Pack this data rank's micro-batches, count all ranks' tokens; all raise if one must."""
+        """Pack this data rank's micro-batches, count all ranks' tokens; errors raise on all."""
         whole: list[Batch] = []
         refusal: HighwaterError | None = None
         try:
             whole = [self._packed(micro_batch) for micro_batch in micro_batches]
-            if trains:
-                self._check_count(len(whole))
+            if trains and not whole:
+                raise UsageError(
+                    "a step of no micro-batches trains nothing",
+                    hint="give one or more: `[documents]`",
+                )
+            if trains and len(whole) > 1 and not self.spec.settings.accumulates:
+                raise UsageError(
+                    f"a step of {len(whole)} micro-batches, of a Trainer that adds up no gradients",
+                    hint="give a step one, or leave `micro_batches=1` out",
+                )
         except HighwaterError as error:
             error.hint = in_keywords(error.hint)
             refusal = error
@@ -365,19 +380,8 @@ class Trainer:
             )
         return pack(documents)
 
-    def _check_count(self, micro_batches: int) -> None:
-        if not micro_batches:
-            raise UsageError(
-                "a step of no micro-batches trains nothing", hint="give one or more: `[documents]`"
-            )
-        if not self.spec.settings.accumulates and micro_batches > 1:
-            raise UsageError(
-                f"a step of {micro_batches} micro-batches, of a Trainer that adds up no gradients",
-                hint="give a step one, or leave `micro_batches=1` out",
-            )
-
     def _agree(self, refusal: HighwaterError | None) -> None:
-        """Raise on all ranks if one has a refusal: there its own, elsewhere one that names it."""
+        """Raise on all ranks if one has a refusal: on others an error that names this rank."""
         told = every_ranks([int(refusal is not None)], torch.int64, self.training.mesh)
         if refusal is not None:
             raise refusal
@@ -426,14 +430,3 @@ class Trainer:
                 hint=f"name a new directory: `{target.name}-{self.steps_done}`",
             )
         return None
-
-
-def _check_allocator(device: torch.device, mode: str) -> None:
-    """Raise UsageError unless the allocator runs in this mode, fixed when the process starts."""
-    name, _, wanted = mode.partition(":")
-    found = allocator_settings(device).get(name, wanted)
-    if found != wanted:
-        raise UsageError(
-            f"the allocator runs with {name} {found}, and {wanted} is asked for",
-            hint=f"`export {ALLOCATOR_VARIABLES[0]}={mode}` before the loop starts",
-        )

@@ -1,7 +1,7 @@
 """Trainer keywords: those of ``highwater.run_trial`` that concern a step, made into a TrialSpec and
-checked against this process, whose GPU stands for every rank's. Also a process of its own that
-prepares models and documents for another trainer: ``python -m
-highwater.engine.training.trainer_keywords ORDER.json REPORT.json``.
+checked on this process, whose GPU represents every rank's. Also a process of its own that prepares
+models and documents for another trainer: ``python -m highwater.engine.training.trainer_keywords
+ORDER.json REPORT.json``.
 """
 
 import json
@@ -55,12 +55,39 @@ def trial_of(
     Raises HighwaterError, with keywords in its hint, for settings that no step can have.
     """
     try:
-        _refuse_what_is_no_steps(settings)
+        if settings.get("activations") == "auto":
+            raise UsageError(
+                "activations are placed by predictions of a whole trial, and a Trainer makes none",
+                hint="use `--activations gpu`, or `--activations host`",
+            )
+        for name in settings:
+            if name == "gpus":
+                raise UsageError(
+                    "gpus: a Trainer is on one GPU, and its loop runs once for each",
+                    hint="leave `gpus` out, and start as many processes: `python -m "
+                    "highwater.engine.ranks --nproc 2 loop.py`",
+                )
+            is_unheard = name == "log_dir" and SETTING not in settings
+            if is_unheard or (name in DECLARED and name not in KEYWORDS):
+                raise UsageError(
+                    f"{name} is a setting of searches and trials, and says nothing about a step",
+                    hint=f"leave `{name}` out",
+                )
         device: Device = "cuda" if torch.cuda.is_available() else "cpu"
         request = request_from({"model": model, "device": device, **settings}, keywords=True)
         device, ranks = request.device or device, int(os.environ.get("WORLD_SIZE", "1"))
         request = msgspec.structs.replace(request, gpus=(ranks,), device=device, allow_busy=True)
-        _refuse_unsavable(request, length_tokens)
+        loaded = load_model(request.model)
+        if not family_row(loaded.shape.model_type).saves_yarn and yarn(
+            loaded, length_tokens=length_tokens, rope=request.settings.rope
+        ):
+            native = loaded.shape.native_length_tokens
+            raise UsageError(
+                f"{loaded.shape.model_type} in transformers takes no YaRN from its config: what is "
+                f"saved of {loaded.name} after training with it could not be loaded",
+                hint=f"use `length={native}`, the {format_tokens(native)} tokens that it was made "
+                "for, or less, and leave `rope` out",
+            )
         profiling, snapshots = request.memory_profiler, None
         refuse_profiling(profiling, device=device)
         spec = plan_trial(request, _machine(device, ranks), length_tokens)
@@ -74,7 +101,7 @@ def trial_of(
 
 
 def in_keywords(hint: str) -> str:
-    """Rewrite a command line's hint with keywords in place of flags."""
+    """Rewrite a command line's hint with Python keywords instead of flags."""
     return _FLAGS.sub(_as_keywords, hint)
 
 
@@ -88,43 +115,6 @@ def _as_keywords(flags: re.Match[str]) -> str:
         for name, value in found
     )
     return f"`{', '.join(spelled)}`"
-
-
-def _refuse_what_is_no_steps(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for a setting that only searches or trials have."""
-    if settings.get("activations") == "auto":
-        raise UsageError(
-            "activations are placed by predictions of a whole trial, and a Trainer makes none",
-            hint="use `--activations gpu`, or `--activations host`",
-        )
-    for name in settings:
-        if name == "gpus":
-            raise UsageError(
-                "gpus: a Trainer is on one GPU, and its loop runs once for each",
-                hint="leave `gpus` out, and start as many processes: `python -m "
-                "highwater.engine.ranks --nproc 2 loop.py`",
-            )
-        is_unheard = name == "log_dir" and SETTING not in settings
-        if is_unheard or (name in DECLARED and name not in KEYWORDS):
-            raise UsageError(
-                f"{name} is a setting of searches and trials, and says nothing about a step",
-                hint=f"leave `{name}` out",
-            )
-
-
-def _refuse_unsavable(request: Request, length_tokens: int) -> None:
-    """Raise UsageError for a model trained with YaRN that transformers could not load with it."""
-    model = load_model(request.model)
-    if not family_row(model.shape.model_type).saves_yarn and yarn(
-        model, length_tokens=length_tokens, rope=request.settings.rope
-    ):
-        native = model.shape.native_length_tokens
-        raise UsageError(
-            f"{model.shape.model_type} in transformers takes no YaRN from its config: what is "
-            f"saved of {model.name} after training with it could not be loaded",
-            hint=f"use `length={native}`, the {format_tokens(native)} tokens that it was made for, "
-            "or less, and leave `rope` out",
-        )
 
 
 def _machine(device: Device, ranks: int) -> Machine:

@@ -1,4 +1,4 @@
-"""Training run on one rank: take the trial's step over a corpus, from the last checkpoint to the
+"""Training run on one rank: repeat the trial's step over a corpus, from the last checkpoint to the
 last step, with evaluations, checkpoints and an export. On SIGTERM it saves a checkpoint and stops.
 
 An evaluation's sums of losses and of their counts are added up over all ranks, including those that
@@ -49,8 +49,8 @@ class Evaluation(NamedTuple):
 
 @torch.no_grad()
 def evaluate(training: Training, micro_batches: Sequence[Batch]) -> Evaluation:
-    """Return the mean loss of micro-batches. Each rank brings its shares, as many as every other
-    rank, since shards are gathered for each.
+    """Return the mean loss of micro-batches. Every rank must pass the same number of shares, since
+    parameters are gathered for each.
 
     The loss is the objective's for pairs (``rw``, ``dpo``), else the negative log-likelihood of the
     trained tokens. Dropout is off, no gradient is recorded, and logits are computed in chunks
@@ -72,7 +72,7 @@ def evaluate(training: Training, micro_batches: Sequence[Batch]) -> Evaluation:
 
 
 def _of_pairs(training: Training, micro_batches: Sequence[Batch]) -> list[Tensor]:
-    """Return this rank's share of each micro-batch's loss, summed over its pairs."""
+    """Return this rank's share of the loss of each micro-batch, summed over pairs."""
     policy, device = training.policy, training.device
     if policy.gives_scalars:
         with without_dropout(policy):
@@ -99,7 +99,7 @@ _EVALUATED = 16
 
 
 class OwnRow(NamedTuple):
-    """A rank's share of one micro-batch, and the names of all its documents."""
+    """A rank's share of one row (micro-batch), and the names of the row's documents."""
 
     batch: Batch
     names: tuple[str, ...]
@@ -107,10 +107,10 @@ class OwnRow(NamedTuple):
 
 
 class TrainingRows:
-    """Micro-batches of this rank, for any step."""
+    """This rank's micro-batches of any training step, and of evaluations."""
 
     def __init__(self, spec: TrainingSpec, context: RankContext) -> None:
-        """Open the corpora; UsageError for a damaged one, or one without rows for this layout."""
+        """Open the corpora; UsageError if one is damaged, or has no rows for this layout."""
         self._context = context
         self._ranks = spec.trial.layout.data_parallel_degree
         self._row_tokens = spec.trial.length_tokens * spec.trial.sequences
@@ -130,7 +130,7 @@ class TrainingRows:
         )
 
     def of_step(self, step: int) -> list[OwnRow]:
-        """Return this rank's rows of a step; data ranks take turns in the step's rows."""
+        """Return this rank's rows of a step; a step's rows are dealt out to data ranks in turn."""
         return [
             self._row(self._corpus, documents)
             for documents in self._plan.step(step)[self._context.data_rank :: self._ranks]
@@ -139,8 +139,8 @@ class TrainingRows:
     def evaluate(self, training: Training) -> float | None:
         """Return the mean loss over the evaluation corpus, each document once; None without one.
 
-        Data ranks take turns in its rows. The last rows, fewer than the ranks, are evaluated by
-        every rank: all must evaluate equally many, as shards are gathered for each.
+        Rows are dealt out to data ranks in turn. The last rows, fewer than the ranks, are evaluated
+        by every rank: all must evaluate equally many, as parameters are gathered for each.
         """
         if self._evaluation is None:
             return None
@@ -294,7 +294,7 @@ class TrainingRun(RankRun):
     def _refusal_of(
         self, what: str, broken: Sequence[str], every: Sequence[str], step: int
     ) -> UsageError:
-        """Return the error for a step whose loss is not finite, with what to type."""
+        """Return the error for a step whose loss is not finite, with a hint to type."""
         kept = self._what_is_kept()
         if broken and set(broken) != set(every):
             return UsageError(
@@ -329,7 +329,7 @@ class TrainingRun(RankRun):
     def _evaluate_if_due(
         self, training: Training, rows: TrainingRows, *, is_first: bool = False
     ) -> None:
-        """Evaluate if it is the start, a due step or the last one; record the best loss."""
+        """Evaluate at the start, at a due step and at the last step; record the best loss."""
         spec, step = self.training_spec, self._state.step
         is_due = is_first or step == spec.steps
         is_due = is_due or bool(spec.evaluate_every and step % spec.evaluate_every == 0)
@@ -381,7 +381,7 @@ class TrainingRun(RankRun):
 
 
 def _broken_in(training: Training, rows: Sequence[OwnRow]) -> tuple[Sequence[str], Sequence[str]]:
-    """Name all ranks' documents with a log-probability that is not finite, and all documents."""
+    """Names of documents with a non-finite log-probability, and of all documents, on all ranks."""
     broken: list[str] = []
     for row, tokens in zip(rows, training.record.tokens, strict=False):
         is_broken_N = ~tokens.logprobs_N.isfinite().cpu()
@@ -398,7 +398,7 @@ def _some_of(names: Sequence[str]) -> str:
 
 
 def keep_lines_up_to(path: Path, *, step: int) -> None:
-    """Drop lines past a step from statistics, if any: an interrupted run trains them again."""
+    """Remove lines of later steps from statistics, if any: an interrupted run repeats them."""
     try:
         with open_regular(path) as file:
             lines = file.readlines()
@@ -417,7 +417,7 @@ def _step_of(line: bytes) -> float:
 
 
 def _has_broken_weights(training: Training, *, frozen: bool) -> bool:
-    """True if a weight on any rank is not finite: a trained one, or with ``frozen`` any weight."""
+    """True if a weight on any rank is not finite: a trained weight, or with ``frozen`` any."""
     shards = (
         local_shard(parameter.detach())
         for model, _ in training.trained

@@ -1,8 +1,8 @@
 """Worker: one rank's process in a trial or a training run, from its memory limit to its report.
 Started with the paths of the spec and of the reports.
 
-This is a process edge: whatever stops a trial is recorded whole in the report, and the exit status
-says that it failed. torch is imported only after the limits are set, so that they bound it too.
+This is a process edge: any error that stops a trial is recorded whole in the report, and the exit
+status tells of it. torch is imported only after the limits are set, so that they bound it too.
 """
 
 import mmap
@@ -85,13 +85,13 @@ def main() -> None:
 
 
 def _tell(reports: Path, phase: str) -> None:
-    """Tell the launcher what the first rank does now. Nothing depends on it."""
+    """Write the first rank's phase for the launcher; nothing depends on it."""
     if os.environ["RANK"] == "0":
         tell_phase(reports, phase)
 
 
 def _is_spent() -> bool:
-    """True if this process can get no more memory."""
+    """True if this process can get no more host memory."""
     try:
         mmap.mmap(-1, _SPENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError:

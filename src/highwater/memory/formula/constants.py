@@ -1,7 +1,7 @@
-"""Constants of the formula, each with its source, and the parts of a prediction of memory: terms,
-the phases of a step in which they are alive, and the footprint of one GPU.
+"""Constants of the formula, each with its source, and the parts of a memory prediction: terms, the
+phases of a step in which they are allocated, and the footprint of one GPU.
 
-Frozen in a commit before the measurements that judge them (docs/results/predict).
+They were committed before the measurements that test them (docs/results/predict).
 """
 
 import math
@@ -34,7 +34,7 @@ class Term(Record, frozen=True):
 
 
 class Phase(Record, frozen=True):
-    """One phase of a step: a point in time, and the terms alive at it."""
+    """One phase of a step: a point in time, and the terms allocated then."""
 
     name: str
     terms: tuple[Term, ...]
@@ -62,7 +62,7 @@ class RolloutMemory(Record, frozen=True, kw_only=True):
 
     @property
     def bytes(self) -> int:
-        """Bytes in use on the GPU during generation; never added to those of the training step."""
+        """Bytes of engine and training in generation; never added to those of a training step."""
         return sum(term.bytes for term in (*self.awake, *self.resting))
 
 
@@ -82,12 +82,12 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def peak(self) -> Phase:
-        """The phase that needs the most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the live tensors at their peak."""
+        """Bytes of live tensors at the peak."""
         return self.peak.bytes
 
     @property
@@ -106,7 +106,7 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def used(self) -> tuple[Term, ...]:
-        """All terms that the driver reports at the peak: their sum is ``device_used_bytes``."""
+        """All terms in use at the peak, as the driver counts: they sum to ``device_used_bytes``."""
         return (*self.peak.terms, *self.besides, *self.outside)
 
     @property
@@ -116,7 +116,7 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def device_used_bytes(self) -> int:
-        """Bytes in use as the driver reports them."""
+        """Bytes in use by the driver's count: reserved memory plus memory outside the allocator."""
         return self.reserved_bytes + self.outside_bytes
 
     @property
@@ -127,7 +127,7 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def lacks_for_rollout_bytes(self) -> int:
-        """Bytes that a rollout engine lacks to hold one sequence; 0 without an engine."""
+        """Bytes that a rollout engine is short of to hold one sequence; 0 without an engine."""
         return 0 if self.rollout is None else self.rollout.lacks_bytes
 
     def with_libraries(self, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
@@ -140,7 +140,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         return self.replace(phases=phases, outside=outside)
 
     def within(self, room_bytes: int) -> "Footprint":
-        """The footprint on a GPU with this much memory, which limits what stays cached."""
+        """The footprint on a GPU with ``room_bytes``, which limits what the allocator caches."""
         return self.replace(
             cached_bytes=max(0, min(self.cached_bytes, room_bytes - self.needed_bytes))
         )
@@ -157,17 +157,17 @@ class Footprint(Record, frozen=True, kw_only=True):
         return max(self.host_bytes, math.ceil(activations / HOST_SHARE))
 
     def fits_host(self, host_bytes: int | None) -> bool:
-        """True if a host with this memory suffices; None: unlimited."""
+        """True if ``host_bytes`` of host memory suffice; None: host memory is unlimited."""
         return host_bytes is None or self.host_needed_bytes <= host_bytes
 
 
 def present(*terms: Term) -> tuple[Term, ...]:
-    """The terms that are not zero."""
+    """The terms with a nonzero size."""
     return tuple(term for term in terms if term.bytes)
 
 
 def phase(name: str, *terms: Term) -> Phase:
-    """A phase with those of its terms that are not zero."""
+    """Make a phase of the terms that are not zero."""
     return Phase(name, present(*terms))
 
 
@@ -215,7 +215,7 @@ native, the middle of what was seen. How far it may be off is in the interval (c
 
 
 class MachineConstants(Record, frozen=True, kw_only=True):
-    """Constants measured on a user's own GPUs, which replace those above; dicts: by GPU count."""
+    """Constants measured on a user's own GPUs, instead of those above; dicts map GPU counts."""
 
     device_name: str
     versions: dict[str, str]
@@ -226,7 +226,7 @@ class MachineConstants(Record, frozen=True, kw_only=True):
 
 
 def machine_constants(read: Sequence[Constants]) -> MachineConstants:
-    """The constants from readings: the first on one GPU, the others on several."""
+    """The constants from measured readings, of runs on one GPU and on several."""
     several = [each for each in read if each.gpus > 1]
     kept = {reading.name: reading.allocator_bytes for reading in read[0].readings}
     return MachineConstants(
@@ -258,8 +258,8 @@ def outside_terms(
     *,
     pinned_activation_bytes: int = 0,
 ) -> tuple[Term, ...]:
-    """Terms of one GPU's memory outside the allocator. ``own``: a user's readings, which replace
-    ours; for a number of GPUs without a reading, that of the next larger number is taken.
+    """Terms of one GPU's memory outside the allocator. ``own``: the user's measurements, instead of
+    ours; a number of GPUs that was not measured takes the next larger number's.
     ``pinned_activation_bytes``: activations in host memory for this GPU.
     """
     if device == "cpu":
@@ -285,10 +285,10 @@ def outside_terms(
 def _nccl_terms(
     shape: ModelShape, layout: Layout, nccl: Mapping[int, int], all_to_all: Mapping[int, int]
 ) -> tuple[Term, ...]:
-    """Terms of NCCL: a communicator for all GPUs, and one for each smaller group, which shares a
-    sequence, trades its heads, passes keys and values on, or shares the states. A ring's transfers
-    take what an all-to-all among as many GPUs does, two at a time. With linear attention all GPUs
-    that share a sequence also trade its tokens.
+    """Terms of NCCL: a communicator for all GPUs, and one for each smaller group: those that share
+    a sequence, exchange its heads, form a ring, or share the states. A ring's transfers take as
+    much as an all-to-all among as many GPUs, in two directions. With linear attention all GPUs that
+    share a sequence also exchange its tokens.
     """
     groups = [layout.context_degree, layout.ulysses_degree, layout.ring_degree]
     if layout.ulysses_degree == 1 or layout.ring_degree == 1:

@@ -111,7 +111,7 @@ def footprint(step: Step) -> Footprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _States:
-    """Parameters, gradients and optimizer states of one GPU in the course of a step."""
+    """Parameters, gradients and optimizer states on one GPU, and how they grow during a step."""
 
     lasting_bytes: int
     """Bytes that are alive throughout the step."""
@@ -121,34 +121,35 @@ class _States:
     """Number of parameters whose gradients ``coming_bytes`` has."""
 
     def terms(self, backward_parameters: int = 0) -> tuple[Term, ...]:
-        """Terms of the states once this number of parameters have their gradients."""
+        """Terms of the states when ``backward_parameters`` parameters have their gradients."""
         come_bytes = self.coming_bytes * backward_parameters // self.parameters
         return (Term("states", self.lasting_bytes), Term("gradients that have come", come_bytes))
 
 
 def _states(step: Step) -> _States:
-    """The states on one GPU. Gradients come late with one micro-batch or FSDP1's offload; those of
-    policy and critic one model at a time: each is updated before the other goes forward.
+    """The states on one GPU. With one micro-batch, or FSDP1's offload, gradients are allocated in
+    the backward pass; those of policy and critic one model at a time, each updated before the
+    other's.
     """
     settings = step.settings
     shards = step.layout.shard_degree
     states_bytes = device_state_bytes(step.shape, settings, device=step.device, shards=shards)
-    whole_bytes = states_bytes // shards
+    own_bytes = states_bytes // shards
     is_offloaded = settings.offloads_model and step.device == "cuda"
-    all_bytes = 0
+    late_bytes = 0
     if is_offloaded and settings.strategy == "fsdp":
-        all_bytes = whole_bytes
+        late_bytes = own_bytes
     elif not settings.keeps_gradients:
-        all_bytes = gradient_bytes(step.shape, settings, shards=shards) // shards
+        late_bytes = gradient_bytes(step.shape, settings, shards=shards) // shards
     return _States(
-        lasting_bytes=whole_bytes - all_bytes,
-        coming_bytes=all_bytes // settings.trained_models,
+        lasting_bytes=own_bytes - late_bytes,
+        coming_bytes=late_bytes // settings.trained_models,
         parameters=trained_parameters(step.shape, settings),
     )
 
 
 def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
-    """The phases of a step that may have its peak, in their order."""
+    """The phases of a step that may have its peak, in order of time."""
     is_gpu = step.device == "cuda"
     always = (
         Term("process", 0 if is_gpu else CPU_PROCESS_BYTES),
@@ -230,7 +231,7 @@ at 65,536, on 8 GPUs at 65,536 and none at 131,072.
 
 
 def _cached_bytes(step: Step, states: _States, phases: tuple[Phase, ...]) -> int:
-    """Bytes that the allocator keeps reserved beside the peak, until memory runs short.
+    """Bytes that the allocator keeps reserved in addition to the peak, until it runs out of memory.
 
     FSDP gathers and reduces on its own streams, whose blocks no other stream can use, and on the
     main stream a block serves no request longer than itself. So the largest unit, the root, stays
@@ -240,7 +241,8 @@ def _cached_bytes(step: Step, states: _States, phases: tuple[Phase, ...]) -> int
     peak_bytes = max(each.bytes for each in phases)
     late_bytes = 0  # of gradients on their own stream, which cannot use what activations leave
     if states.coming_bytes:
-        before_they_come = max(each.bytes for each in phases[:2])
+        loss, last_backward = phases[:2]  # or, frozen on several GPUs, the gathering and the loss
+        before_they_come = max(loss.bytes, last_backward.bytes)
         late_bytes = max(0, before_they_come + states.coming_bytes - peak_bytes)
     if step.settings.strategy == "fsdp":
         return _of_fsdp1(step) * step.settings.trained_models + late_bytes
@@ -250,7 +252,7 @@ def _cached_bytes(step: Step, states: _States, phases: tuple[Phase, ...]) -> int
 
 def _too_long_for_a_hole(step: Step, passing_bytes: int) -> int:
     """Bytes of a block kept for the root's float32 gradients; 0 if freed activations leave a block
-    for them. ``passing_bytes``: the most alive besides the states.
+    for them. ``passing_bytes``: the peak of all memory but the states.
     """
     whole = _GRADIENT * _whole_root(step, has_head=not step.settings.traits.gives_scalars)
     has_gradients = step.layout.shard_degree > 1 and not step.is_frozen
@@ -271,8 +273,8 @@ def _of_other_streams(step: Step, late_bytes: int) -> int:
 
 
 def _from_host(step: Step) -> int:
-    """Bytes of the block through which this GPU's shards of embedding and head come from the host
-    in turn, in float32; 0 on one GPU, which takes it on the main stream. Source: the gathering
+    """Bytes of the float32 block through which FSDP copies this GPU's shards of embedding and head
+    from the host in turn; 0 on one GPU, which copies on the main stream. Source: the gathering
     stream in traces of the trials long-8b-2-offload and long-8b-4-offload, 1.16 and 0.58 GiB.
     """
     degree = step.layout.shard_degree
@@ -283,9 +285,9 @@ def _from_host(step: Step) -> int:
 
 
 def _of_fsdp1(step: Step) -> int:
-    """Bytes that FSDP1 keeps: units lent to another stream (on one GPU a whole pass, as the host
-    runs ahead; else the root and the largest layer, after which it waits), and the root's float32
-    gradients with this GPU's share of their sum, which counts as a state if states are offloaded.
+    """Bytes that FSDP1 keeps reserved: units used on another stream (on one GPU all units of a
+    pass, as the host runs ahead; else the root and the largest layer), and the root's float32
+    gradients with this GPU's shard of their sum, which counts as a state if states are offloaded.
     """
     shape, degree = step.shape, step.layout.shard_degree
     if degree == 1:
@@ -298,15 +300,13 @@ def _of_fsdp1(step: Step) -> int:
 
 
 def _whole_root(step: Step, *, has_head: bool) -> int:
-    """Parameters of FSDP's root unit: embedding, head (if ``has_head`` and not tied), and the
-    layers' own embeddings.
-    """
+    """Parameters of FSDP's root: embedding, head (``has_head``, untied), layers' embeddings."""
     own = sum(each.rows * each.row_size for each in step.shape.layer_tables)
     return step.table_size * (2 if has_head and not step.shape.tied_embeddings else 1) + own
 
 
 def outside_terms_of(step: Step, own: MachineConstants | None = None) -> tuple[Term, ...]:
-    """Terms of one GPU's memory outside the allocator, as ``outside_terms`` has them."""
+    """Terms of memory outside the allocator for a ``Step``; see ``outside_terms``."""
     return outside_terms(
         *(step.shape, step.settings, step.layout, step.device, own),
         pinned_activation_bytes=host_activation_bytes(step),
@@ -314,8 +314,8 @@ def outside_terms_of(step: Step, own: MachineConstants | None = None) -> tuple[T
 
 
 def likely_footprint(step: Step) -> Footprint:
-    """Memory that a step most likely takes, as often too high as too low; ``footprint`` is an upper
-    estimate. Intervals lie around this one, and a search begins with it.
+    """The most likely memory of a step, as often too high as too low; ``footprint`` is an upper
+    estimate. Intervals are around this one, and a search starts from it.
     """
     enough = footprint(step)
     if step.device == "cpu":
@@ -384,7 +384,7 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
 def _layer_terms(
     step: Step, backward: Backward, working: Mapping[LayerKind, int]
 ) -> tuple[Term, ...]:
-    """Terms of a layer going backward: its working set, its weights, those gathered ahead."""
+    """Terms of a layer's backward pass: its working set, its weights, those gathered ahead."""
     following = backward.gathered_ahead if step.layout.shard_degree > 1 else None
     ahead = 0 if following is None else step.gathered(following)
     gathered = step.gathered(backward.kind) + ahead
@@ -399,7 +399,7 @@ def _layer_terms(
 
 
 def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
-    """Parameters whose gradients are being reduced to the shards: one layer's; with copies, two."""
+    """Parameters whose gradients are being reduced: those of one layer, of two with copies."""
     layers = 2 if step.layout.replicate_degree > 1 else 1
     if reduced is None:
         return 0
@@ -407,20 +407,20 @@ def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
 
 
 def _reduction(step: Step, parameters: int) -> Term:
-    """The term of a unit's gradients that are reduced while the next unit goes backward."""
+    """The term of a unit's gradients, reduced during the next unit's backward pass."""
     return Term("gradient reduction", _reduced_element(step) * parameters)
 
 
 def _reduced_element(step: Step) -> int:
-    """Bytes per number of gradients in reduction: float32, or bfloat16 if it stays on one GPU."""
+    """Bytes per element of gradients in reduction: float32, or bfloat16 if it stays on one GPU."""
     return 2 if step.settings.parameters == "bf16" and step.layout.gpus == 1 else 4
 
 
 def _root_reduction(step: Step, states: _States) -> Term:
-    """The term of embedding and head after the layers' backward pass: their gradients in float32;
-    this GPU's share of the sum, unless ``states`` count it; and gradients as computed: before the
-    sum those of both, or (one table, used twice) those of two uses with the first layer's
-    reduction; beside the sum, on several GPUs, those of a separate head. Source: traces.
+    """The term of embedding and head after the layers' backward pass: their float32 gradients; this
+    GPU's shard of the sum, unless ``states`` count it; and gradients in the compute dtype: before
+    the sum those of both tables, or (tied, one table) those of its two uses with the first layer's
+    reduction; during the sum, on several GPUs, those of a separate head. Source: traces.
     """
     if step.is_frozen:
         return _reduction(step, 0)

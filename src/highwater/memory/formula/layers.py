@@ -1,5 +1,5 @@
-"""Layers: one decoder layer in a step of our engine: its sizes, the bytes that it keeps for its
-backward pass, and those that it takes during it, as read off the peaks of traces.
+"""Layers: one decoder layer in a step of our engine: its sizes, the bytes saved for its backward
+pass, and the bytes allocated during that pass, by the peaks of traces.
 
 A layer has attention over grouped heads, and a gated MLP or gated experts.
 
@@ -71,26 +71,26 @@ class Step:
     """Tokens of a sequence that are not trained; at most half of the sequence counts."""
 
     @property
-    def documents(self) -> int:
+    def sequences(self) -> int:
         """Number of sequences in a micro-batch, which the GPUs of one group share."""
         degree = self.layout.context_degree
         return max(1, self.settings.sequences(self.length_tokens, context_degree=degree))
 
     @property
     def tokens(self) -> int:
-        """Tokens of one GPU in a micro-batch; ranks share a sequence in equal parts, padded."""
-        return -(-self.documents * self.length_tokens // self.layout.context_degree)
+        """Tokens of a micro-batch on one GPU; a sequence is split in equal parts, with padding."""
+        return -(-self.sequences * self.length_tokens // self.layout.context_degree)
 
     @property
     def trained_tokens(self) -> int:
         """Trained tokens among ``tokens``: in a ring, only the first rank has a prompt's."""
         layout = self.layout
-        whole = self.documents // layout.context_degree if layout.ring_degree == 1 else 0
-        return self.tokens - min(self.prompt_tokens, self.length_tokens // 2) * whole
+        prompts = self.sequences // layout.context_degree if layout.ring_degree == 1 else 0
+        return self.tokens - min(self.prompt_tokens, self.length_tokens // 2) * prompts
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a number in the device's dtype for training."""
+        """Bytes of one element in the device's training dtype."""
         return ELEMENT_BYTES[self.device]
 
     @property
@@ -100,7 +100,7 @@ class Step:
 
     @property
     def other_tables(self) -> int:
-        """Parameters of other embeddings: learned positions; the layers' own with projection."""
+        """Parameters of other embeddings: learned positions, and the layers' own tables."""
         shape = self.shape
         learned = learned_positions(shape.model_type, shape.native_length_tokens)
         own = sum(each.rows * each.row_size for each in shape.layer_tables)
@@ -108,7 +108,7 @@ class Step:
 
     @property
     def gathers(self) -> bool:
-        """True if the model's own parameters are gathered: not if frozen and whole on each GPU."""
+        """True if FSDP gathers the model's own parameters: not if frozen and whole on each GPU."""
         is_alone = self.layout.shard_degree == 1 and not self.settings.offloads_model
         return self.settings.lora is None or not is_alone
 
@@ -123,7 +123,7 @@ class Step:
         return own + self.adapter_parameters(kind)
 
     def uneven(self, kind: LayerKind) -> int:
-        """Numbers of padding that FSDP2 gathers and reduces with a layer whose rows are uneven."""
+        """Elements of padding that FSDP2 gathers and reduces with a layer whose rows are uneven."""
         if self.settings.strategy != "fsdp2":
             return 0
         return kind.beyond_even(self.layout.shard_degree)
@@ -157,18 +157,18 @@ class Layer:
 
     @property
     def query(self) -> int:
-        """Numbers of all query heads per token."""
+        """Elements of all query heads per token."""
         return self.kind.attention.query_size
 
     @property
     def key(self) -> int:
-        """Numbers of all key heads per token."""
+        """Elements of all key heads per token."""
         return self.kind.attention.key_size
 
     @property
     def attended_key(self) -> int:
-        """Numbers of all key heads per token as the attention takes them: repeated if U exceeds the
-        heads, which it never does with a delta rule.
+        """Elements per token of all key heads as the attention takes them: repeated if the Ulysses
+        degree exceeds their number, which is never so with a delta rule.
         """
         attention = self.kind.attention
         if attention.delta is not None:
@@ -177,18 +177,18 @@ class Layer:
 
     @property
     def before_norm(self) -> int:
-        """Numbers per token of queries and keys kept from before their norm or rotation."""
+        """Elements per token of queries and keys saved from before their norm or rotation."""
         is_kept = self.step.shape.model_type in (*HEAD_NORMS, *FUSED_HEADS)
         return self.query + self.key if is_kept else 0
 
     @property
     def has_output_norms(self) -> bool:
-        """True if the outputs of attention and MLP are normed, not their inputs."""
+        """True if the outputs of attention and MLP are normalised, instead of their inputs."""
         return self.step.shape.model_type in OUTPUT_NORMS
 
     @property
     def has_tiles(self) -> bool:
-        """True if the MLP is computed in tiles, or as one tile, and keeps only its input."""
+        """True if the MLP is computed in tiles (perhaps a single one), and saves only its input."""
         settings, learned = self.step.settings, self._family
         return (
             self.kind.mlp.plain_width > 0
@@ -198,16 +198,16 @@ class Layer:
 
     @property
     def tile(self) -> int:
-        """Numbers in one product of a tile of the MLP."""
+        """Elements of one matrix product's output in a tile of the MLP."""
         step = self.step
-        whole, tiles = step.tokens * self.kind.mlp.plain_width, step.settings.mlp_tiles
+        elements, tiles = step.tokens * self.kind.mlp.plain_width, step.settings.mlp_tiles
         if tiles is not None:
-            return -(-whole // tiles)
-        return min(whole, TILE_BYTES[step.device] // step.element_bytes)
+            return -(-elements // tiles)
+        return min(elements, TILE_BYTES[step.device] // step.element_bytes)
 
     @property
     def expert_tokens(self) -> int:
-        """Tokens that experts compute at a time; all tokens of the GPU if without tiles."""
+        """Tokens that experts process at once; all tokens of the GPU without tiles."""
         step, tiles = self.step, self.step.settings.mlp_tiles
         can = self.kind.mlp.experts > 1 and step.shape.model_type in TILED_EXPERTS
         is_free = step.settings.recompute != "none" or self.adapted_expert_parameters > 0
@@ -226,12 +226,12 @@ class Layer:
 
     @property
     def has_expert_tiles(self) -> bool:
-        """True if experts go in several tiles, or in one with adapters, and keep their input."""
+        """True if experts run in several tiles, or in one with adapters, and save their input."""
         return self.expert_tokens < self.step.tokens or self.adapted_expert_parameters > 0
 
     @property
     def learned(self) -> LayerMoments | None:
-        """Moments learned from such a layer; None for a family with closed-form terms."""
+        """Moments learned from traces of such a layer; None if the family has closed-form terms."""
         if self._family is None:
             return None
         found = self._family.layer(
@@ -253,8 +253,8 @@ class Layer:
         return families().get(self.step.shape.model_type)
 
     def learned_bytes(self, *moments: MomentBytes) -> int:
-        """Bytes of the largest of ``moments``. They were learned for a GPU's dtype: on the CPU all
-        numbers but scores count as wider, even those in float32 already.
+        """Bytes of the largest of ``moments``. They were learned in a GPU's dtype: on the CPU all
+        elements but attention scores count as wider, even those that are float32 on a GPU.
         """
         step, tile = self.step, self.tile if self.has_tiles else None
         tokens, is_gpu = step.tokens, step.device == "cuda"
@@ -267,7 +267,7 @@ class Layer:
         )
         of_scores = score_products(
             self.kind.attention,
-            documents=step.documents,
+            documents=step.sequences,
             length_tokens=step.length_tokens,
             attended_key=self.attended_key,
             degree=step.layout.ulysses_degree,
@@ -290,7 +290,7 @@ class Layer:
 
     @property
     def unpacked_bytes(self) -> int:
-        """Bytes of one MLP weight, unpacked from nf4 for a product; 0 if weights are not packed."""
+        """Bytes of one MLP weight, unpacked from NF4 for a matrix product; 0 without NF4."""
         step, mlp = self.step, self.kind.mlp
         is_packed = step.settings.lora_base == "nf4"
         return step.element_bytes * self.kind.hidden_size * mlp.width if is_packed else 0
@@ -304,7 +304,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """A layer during its backward pass, and its neighbours, which take memory at the same time."""
+    """A layer during its backward pass, and its neighbours, which use memory at the same time."""
 
     kind: LayerKind
     gathered_ahead: LayerKind | None
@@ -319,8 +319,8 @@ class Backward:
 
 @cache
 def backwards(runs: tuple[LayerRun, ...]) -> tuple[Backward, ...]:
-    """The layers that may have the backward pass's peak, from first to last: of each run of equal
-    layers those at its ends. Between them memory changes evenly, so that an end has the most.
+    """The layers at which the backward pass may have its peak, from first to last: the ends of each
+    run of equal layers. Memory changes linearly within a run, so that one end has the most.
     """
     found: list[Backward] = []
     before: LayerKind | None = None
@@ -383,11 +383,11 @@ def kept_bytes_before(step: Step) -> tuple[int, ...]:
 
 
 def handed_bytes(step: Step, layers: int) -> int:
-    """Bytes per token of tensors that layers hand to each other, alive while layer number
-    ``layers``, from 1, goes backward: all layers' own embeddings, with the tensors that the norm of
-    their projection keeps, and the gradients of those behind; keys and values for later layers,
-    until the layer that made them is recomputed, and their gradients from their last reader on.
-    Source: engine/models/fused/earlier_keys.py, traces.
+    """Bytes per token of tensors that layers pass to each other, and that are live during the
+    backward pass of layer number ``layers``, from 1: all layers' own embeddings, the tensors that
+    the norm of their projection saves, and the gradients of later layers' embeddings; keys and
+    values for later layers, until their own layer is recomputed, and their gradients from their
+    last reader on. Source: engine/models/fused/earlier_keys.py, traces.
     """
     element, every, found = step.element_bytes, step.shape.layers, 0
     for table in step.shape.layer_tables[1:]:
@@ -408,8 +408,8 @@ def handed_bytes(step: Step, layers: int) -> int:
 
 @cache
 def _earlier_keys(runs: tuple[LayerRun, ...]) -> tuple[tuple[int, int, int], ...]:
-    """For each kind of layers that read earlier layers' keys: the layer whose keys these are, the
-    last layer that reads them (both from 0), and the numbers per token of keys and values.
+    """For each kind of layers that read an earlier layer's keys: that earlier layer, the last layer
+    that reads them (both from 0), and the elements per token of keys and values.
     """
     kinds = [run.kind.attention for run in runs for _ in range(run.count)]
     own, readers = dict[int | None, int](), dict[int | None, int]()
@@ -446,8 +446,8 @@ def kept_bytes(layer: Layer) -> int:
 
 
 def working_set_bytes(layer: Layer) -> int:
-    """Bytes that a layer takes in its backward pass, besides those it keeps: the most of its MLP,
-    its attention with the MLP's gradients, and its weights on their way from the host.
+    """Bytes that a layer's backward pass takes, besides what the layer saves: the maximum over its
+    MLP, its attention with the MLP's gradients, and the copies of its weights from the host.
     """
     # Tensors that a layer keeps besides its input are part of those its backward pass reads.
     kept = kept_bytes(layer) - layer.step.element_bytes * layer.kind.hidden_size
@@ -457,8 +457,8 @@ def working_set_bytes(layer: Layer) -> int:
 
 
 def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
-    """Bytes of a learned layer at its largest moment, with those that sharing a sequence adds: a
-    copy of the attention's input, unless heads are fused, and the tensors that a ring passes on.
+    """Bytes of a learned layer at its largest moment, with what sequence sharing adds: a copy of
+    the attention's input, unless heads are fused, and the tensors that a ring sends.
     """
     step = layer.step
     # moments are learned besides a kept input; an attention's kept output is in them
@@ -479,8 +479,8 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
 
 
 def _attention_moments(learned: LayerMoments) -> tuple[MomentBytes, ...]:
-    """Moments in the attention: those with more queries than the fewest of any moment, which are in
-    the MLP; all moments if their queries are equal.
+    """The moments within the attention: those with more query terms than the moment with the
+    fewest, which is in the MLP; all moments if these are equal.
     """
     fewest = min(moment.get("T*Q", 0) for moment in learned.moments)
     found = tuple(each for each in learned.moments if each.get("T*Q", 0) > fewest)
@@ -488,7 +488,7 @@ def _attention_moments(learned: LayerMoments) -> tuple[MomentBytes, ...]:
 
 
 def _attention_working_set(layer: Layer, kept: int) -> int:
-    """Bytes of the attention's backward pass; ``kept``: bytes per token alive before."""
+    """Bytes of the attention's backward pass; ``kept``: bytes per token already allocated."""
     step, hidden = layer.step, layer.kind.hidden_size
     of_output = 0 if step.is_frozen else hidden * layer.query
     gradients = step.element_bytes * (layer.trained_mlp_parameters + of_output)
@@ -499,7 +499,7 @@ def _attention_working_set(layer: Layer, kept: int) -> int:
 
 
 def _mlp_working_set(layer: Layer, kept: int) -> int:
-    """Bytes of the MLP's backward pass; ``kept``: bytes per token alive before."""
+    """Bytes of the MLP's backward pass; ``kept``: bytes per token already allocated."""
     step, hidden = layer.step, layer.kind.hidden_size
     # Besides the MLP: the tensors that the attention keeps, and the layer's output gradient.
     beside = _attention_kept(layer) + _routing(layer) + step.element_bytes * hidden - kept
@@ -516,7 +516,7 @@ def _mlp_working_set(layer: Layer, kept: int) -> int:
 
 
 def _expert_tile_bytes(layer: Layer) -> int:
-    """Bytes of a tile of experts going backward, with its weights' gradients but not their sums."""
+    """Bytes of a tile of experts in its backward pass, with weight gradients but not their sums."""
     hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
     parameters = 0 if layer.step.is_frozen else layer.mlp_parameters
     copies = layer.expert_tokens * mlp.experts_per_token
@@ -528,9 +528,9 @@ def _expert_tile_bytes(layer: Layer) -> int:
 
 
 def _fetching_bytes(layer: Layer) -> int:
-    """Bytes besides the gathered layer, if a single GPU fetches its weights from the host: the
-    layer's output gradient; a bfloat16 copy of the last weight but one; the last one in both
-    dtypes, and its place. Experts have two weights (gate and up, down), other MLPs three.
+    """Bytes besides the gathered layer, if a single GPU copies its weights from the host: the
+    gradient of the layer's output; a bfloat16 copy of the last weight but one; the last weight in
+    both dtypes, and its copy. Experts have two weights (gate and up, down), other MLPs three.
     """
     step = layer.step
     is_fetched = step.settings.offloads_model and step.settings.strategy == "fsdp2"
@@ -554,10 +554,10 @@ def _mlp_moments(layer: Layer, beside: int) -> tuple[int, ...]:
         step.element_bytes * count * layer.trained_mlp_parameters // 3 for _, _, count in moments
     )
     # a packed weight is unpacked for a product of T x E, and not while gates go backward
-    whole = (layer.unpacked_bytes if of_hidden else 0 for of_hidden, _, _ in moments)
+    unpacked_weights = (layer.unpacked_bytes if of_hidden else 0 for of_hidden, _, _ in moments)
     return tuple(
-        step.tokens * max(0, beside + step.element_bytes * numbers) + size + unpacked
-        for numbers, size, unpacked in zip(per_token, weights, whole, strict=True)
+        step.tokens * max(0, beside + step.element_bytes * elements) + size + unpacked
+        for elements, size, unpacked in zip(per_token, weights, unpacked_weights, strict=True)
     )
 
 
@@ -567,9 +567,9 @@ def _attention_bytes(layer: Layer) -> int:
     The input, if it is normed, and the residual's gradient; q and k before their norm, if there is
     one; q, k, v as the attention takes them; its output and its gradient; the gradients of q, k, v;
     inside cuDNN's kernel q's gradient in float32 and, if query heads share keys, k's and v's
-    gradients for every query head; and three float32 numbers per head. FlexAttention, which sparse
-    attention is on a GPU, has no such buffers. Source: docs/results/layer: the tensors of
-    three models within 2 %, the kernel's part from Qwen3-0.6B on an H200; docs/results/attention.
+    gradients for every query head; and three float32 values per head. FlexAttention, which sparse
+    attention is on a GPU, has no such buffers. Source: docs/results/layer: the tensors of three
+    models within 2 %, the kernel's part from Qwen3-0.6B on an H200; docs/results/attention.
     """
     step = layer.step
     query, attended, element = layer.query, layer.attended_key, step.element_bytes
@@ -606,9 +606,9 @@ def _grouped_bytes(layer: Layer) -> int:
 
 
 def _crossing_bytes(layer: Layer) -> int:
-    """Bytes that a ring adds to linear attention that also shares heads, with its peak in
-    recomputation: a second copy of the layer's input, in the ring's order of tokens, and what moves
-    a group's states. With the peak in the backward pass the ring takes no more than this.
+    """Bytes that a ring adds to linear attention whose heads are shared too, if the peak is in the
+    recomputation: a second copy of the layer's input, in the ring's token order, and the buffers
+    that send a group's states. A peak in the backward pass gets no more than this.
     """
     step, attention = layer.step, layer.kind.attention
     degree = step.layout.ulysses_degree
@@ -621,8 +621,8 @@ def _crossing_bytes(layer: Layer) -> int:
 
 def _ring_bytes(layer: Layer) -> int:
     """Bytes per token that a ring adds to the backward pass: the sum of q's gradients in float32;
-    keys and values that have arrived and, with more than two ranks, those that are arriving; their
-    gradients in float32, in and out. The last rank's kernels read and take half per query head.
+    received keys and values and, with more than two ranks, those being received; their float32
+    gradients, received and sent. The last rank's kernels read and take half per query head.
     """
     keys = 2 * layer.attended_key
     arriving = 2 if layer.step.layout.ring_degree > 2 else 1
@@ -632,8 +632,8 @@ def _ring_bytes(layer: Layer) -> int:
 
 
 def _rotation_bytes(layer: Layer) -> int:
-    """Bytes per token while a layer with output norms is recomputed: the residual's gradient, q and
-    k before and after their norm, v, and three float32 copies of q, or of k with one of q.
+    """Bytes per token while a layer with output norms is recomputed: the gradient of the residual,
+    q and k before and after their norm, v, and three float32 copies of q, or of k with one of q.
     """
     query, key = layer.query, layer.key
     tensors = layer.kind.hidden_size + 2 * (query + key) + key
@@ -642,8 +642,8 @@ def _rotation_bytes(layer: Layer) -> int:
 
 def _attention_kept(layer: Layer) -> int:
     """Bytes per token that the attention keeps, with the residual stream after it and the MLP's
-    input: q, k, v as it takes them, its output, a copy of it (with Ulysses in this GPU's positions,
-    with fused heads in their order), and float32 numbers of each row and head.
+    input: q, k, v as the kernel takes them, its output, a copy of it (with Ulysses in this GPU's
+    positions, with fused heads in their order), and float32 values of each row and head.
 
     With output norms, the normed outputs and the stream are three of T x E as well.
     """
@@ -661,7 +661,7 @@ def _attention_kept(layer: Layer) -> int:
 
 
 def _routing(layer: Layer) -> int:
-    """Bytes per token that routers keep: for all experts, again for a loss; for the chosen."""
+    """Bytes per token that routers keep: by experts, twice with a loss; and by chosen experts."""
     mlp = layer.kind.mlp
     if mlp.experts == 1:
         return 0

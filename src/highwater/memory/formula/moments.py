@@ -1,8 +1,8 @@
-"""Moments (points in time, not AdamW's): the memory of a layer at each moment of its backward pass
+"""Moments (points in time, not AdamW's): the memory of a layer at each point of its backward pass
 that may be a peak, for families without closed-form terms in memory/formula/layers.
 
-A moment is a sum of products of sizes, each times a number of bytes, learned from traces of small
-models (tools/learn_moments.py), whose events are the same for all sizes.
+A moment is a sum of terms: a product of sizes, times bytes per element. It is learned from traces
+of small models (tools/learn_moments.py), whose events are the same for all sizes.
 """
 
 from collections.abc import Mapping
@@ -55,9 +55,9 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
         is_frozen: bool = False,
     ) -> LayerMoments | None:
         """Moments of a kind of layers. ``is_divided``: ranks share a sequence by Ulysses;
-        ``is_frozen``: only adapters are trained. If none were learned, those of layers that differ
-        in these, in a window, or in a shared MLP beside the experts; None without such layers. If
-        layers differ within a model (``form_name``), each form has its own.
+        ``is_frozen``: only adapters are trained. If this kind was not learned, those of a kind that
+        differs in these, in a window, or in a shared MLP beside the experts; None if there is no
+        such kind. If layers differ within a model (``form_name``), each form has its own moments.
         """
         is_windowed, mlp = kind.attention.window_tokens is not None, mlp_name(family, kind.mlp)
         name = partial(
@@ -108,7 +108,7 @@ def kind_name(
     mlp: str = "",
     form: str = "",
 ) -> str:
-    """Name of a kind of layers; ``mlp``: their ``mlp_name``, ``form``: their ``form_name``."""
+    """Name of a kind of layers; ``mlp``: from ``mlp_name``, ``form``: from ``form_name``."""
     attends = "delta" if is_delta else "window" if is_windowed else "full"
     attention = f"{'capped ' if is_capped else ''}{attends}"
     layer = f"{attention} {mlp}".rstrip() + form
@@ -117,7 +117,7 @@ def kind_name(
 
 
 def form_name(family: str, kind: LayerKind) -> str:
-    """Name of a layer's form in families whose layers differ within a model; else empty."""
+    """Name of a layer's form, in families whose layers differ within a model; else empty."""
     attention = kind.attention
     if not family_row(family).has_unlike_layers:
         return ""
@@ -130,7 +130,7 @@ def form_name(family: str, kind: LayerKind) -> str:
 
 
 def bytes_of(moment: MomentBytes, products: Mapping[str, int]) -> int:
-    """Bytes of a moment's terms in these products of sizes; its other terms are left out."""
+    """Bytes of those terms of a moment that are in ``products``; its other terms are left out."""
     return sum(count * products[name] for name, count in moment.items() if name in products)
 
 
@@ -141,12 +141,12 @@ WEIGHTS = ("E*Q", "E*K", "E*F", "E*S", "E*P", "X*E*F")
 def products(
     kind: LayerKind, *, tokens: int, attended_key: int, tile: int | None, degree: int = 1
 ) -> Mapping[str, int]:
-    """Products of the sizes of a layer, in numbers: T ``tokens``, E hidden size, Q and K numbers of
-    query and key heads, G those of query heads if they share keys, H and h query and key heads, D
-    head size, F width; k experts per token, X experts, S width of the shared MLP; P size of the
-    layer's own embedding.
+    """Products of the sizes of a layer, in elements: T ``tokens``, E hidden size, Q and K size of
+    all query and of all key heads, G of query heads if they share keys, H and h query and key
+    heads, D head size, F width; k experts per token, X experts, S width of the shared MLP; P size
+    of the layer's own embedding.
 
-    ``attended_key``: K as the attention takes it; J as projected. ``tile``: numbers in one product
+    ``attended_key``: K as the attention takes it; J as projected. ``tile``: elements of one product
     of the MLP that every token goes through, if tiled. ``degree``: ranks that divide the heads.
     """
     attention, mlp, hidden = kind.attention, kind.mlp, kind.hidden_size
@@ -184,9 +184,9 @@ def products(
 
 
 def _group_products(attention: AttentionKind, tokens: int, degree: int) -> dict[str, int]:
-    """Products of sizes in a gated delta rule for a group of tokens, in numbers of one rank: g
-    tokens of a group, P numbers of a token's keys, one for each value head, s numbers of a state, N
-    groups, n chunks of a group; empty for other attention. ``tokens``: of the row of all ranks.
+    """Products of sizes in a gated delta rule for a group of tokens, in elements of one rank: g
+    tokens of a group, P of a token's keys, one for each value head, s of a state, N groups, n
+    chunks of a group; empty for other attention. ``tokens``: of the row of all ranks.
     """
     if attention.delta is None:
         return {}
@@ -205,8 +205,8 @@ def _group_products(attention: AttentionKind, tokens: int, degree: int) -> dict[
 
 
 def columns(kind: LayerKind) -> Mapping[str, int]:
-    """Columns of the tensors that a layer sums over its tokens, mostly biases' gradients, by the
-    name of the sum's own buffers (nouns/events.py), which live only during the sum.
+    """Columns of the tensors that a layer sums over its tokens, mostly for bias gradients, by the
+    name of the sum's temporary buffers (nouns/events.py), which exist only during the sum.
     """
     sizes = {
         "E": kind.hidden_size,
@@ -219,7 +219,7 @@ def columns(kind: LayerKind) -> Mapping[str, int]:
 
 
 def bytes_of_sums(moment: MomentBytes, kind: LayerKind, *, tokens: int) -> int:
-    """Bytes of the own buffers of a moment's sums."""
+    """Bytes of the temporary buffers of a moment's sums over tokens."""
     return sum(
         column_sums(tokens, size, resident_threads=RESIDENT_THREADS).partial_bytes
         for name, size in columns(kind).items()
@@ -231,7 +231,7 @@ def score_products(
     attention: AttentionKind, *, documents: int, length_tokens: int, attended_key: int, degree: int
 ) -> Mapping[str, int]:
     """Products of sizes in attention without a fused kernel (capped scores or wide heads), in
-    numbers that are as wide on any device: r rows of queries and l keys of every document at a
+    elements of the same width on every device: r rows of queries and l keys of every document at a
     time; empty for other attention. ``degree``: ranks that divide the heads.
     """
     is_wide = attention.head_dim > WIDEST_FUSED_HEAD

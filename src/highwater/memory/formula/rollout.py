@@ -1,19 +1,19 @@
-"""vLLM beside a training, by its own rule: its memory on a GPU while it generates and while the
-step trains, which are never added up, and how many sequences it holds at once.
+"""Memory of vLLM beside a training: on one GPU while it generates, and while the step trains (two
+figures that are never added up), and how many sequences it holds at once. Rules of vLLM:
 
-- Its share is of the whole GPU; context, NCCL and cuBLAS are there before it measures, and come on
-  top. The KV cache gets the share less weights, profile run, CUDA graphs and libraries.
+- vLLM's share is of the whole GPU; context, NCCL and cuBLAS exist before it measures, and are added
+  to it. The KV cache gets the share less weights, profile run, CUDA graphs and libraries.
 - The profile run computes ``max_num_batched_tokens`` at once, and samples one token of each of
-  ``max_num_seqs`` sequences: the larger counts.
-- A sequence takes whole blocks. vLLM does not start without blocks for one sequence of the length.
-- Asleep, vLLM keeps context, NCCL, CUDA graphs and libraries. While it generates, the training
+  ``max_num_seqs`` sequences: the larger of the two counts.
+- A sequence takes whole blocks. vLLM needs the blocks of one sequence of the length to start.
+- Asleep, vLLM keeps context, NCCL, CUDA graphs and libraries. While vLLM generates, the training
   keeps parameters and moments, but no gradients.
 
 Sources, of vLLM 0.33.0: ``request_memory`` in vllm/v1/worker/utils.py, ``init_device`` and
 ``determine_available_memory`` in v1/worker/gpu_worker.py, ``_dummy_sampler_run`` in
 v1/worker/gpu_model_runner.py, ``FullAttentionSpec`` in v1/kv_cache_interface.py,
 ``get_max_concurrency_for_kv_cache_config`` in v1/core/kv_cache_utils.py, ``CuMemBackend`` in
-device_allocator/sleep_mode_backend.py; defaults in config/cache.py. Of the trainers':
+device_allocator/sleep_mode_backend.py; defaults in config/cache.py. Of the trainers:
 trl/generation/vllm_generation.py of trl 1.16.0; config/rollout/rollout.yaml of verl 0.9.1.
 """
 
@@ -65,7 +65,7 @@ LIBRARIES_BYTES = round(0.16 * GIB)
 def rollout_of(
     asked: RolloutRequest, question: Question, traits: RolloutTraits, *, rollout_gpus: int
 ) -> Rollout:
-    """The rollout beside a question's training, on the same GPUs, or on ``rollout_gpus`` above 0.
+    """The rollout of a question, on the training's GPUs, or on ``rollout_gpus`` others if above 0.
 
     Raises UsageError for settings that vLLM or the trainer refuses, or that are not predicted.
     """
@@ -182,7 +182,7 @@ def _generating(
 
 
 def token_bytes(step: Step, degree: int) -> int:
-    """Bytes per token of one GPU's KV cache, for all layers; each GPU has at least one head."""
+    """KV cache bytes per token on one GPU, over all layers; each GPU has at least one head."""
     kinds = ((run.count, run.kind.attention) for run in step.shape.runs)
     return sum(
         2 * count * max(1, each.kv_heads // degree) * each.head_dim * _ELEMENT
@@ -191,8 +191,8 @@ def token_bytes(step: Step, degree: int) -> int:
 
 
 def _width(kind: LayerKind, degree: int) -> int:
-    """Numbers per token in the computation of a layer: the residual stream, the MLP's input, and
-    the GPU's part of gate, up and their product.
+    """Elements per token in the computation of a layer: the residual stream, the MLP's input, and
+    the GPU's shard of gate, up and their product.
     """
     mlp = kind.mlp
     routed = mlp.experts_per_token if mlp.experts > 1 else 0

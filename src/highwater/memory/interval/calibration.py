@@ -1,12 +1,13 @@
-"""Calibration: how far trials were from their predictions, and from that the next interval.
+"""Calibration: the errors of predictions against trials, and the next prediction's interval from
+them.
 
 Split conformal prediction: given n residuals and a new one exchangeable with them, the new one is
-at most the k-th smallest in k of n + 1 cases, whatever their distribution. Source:
-Lei, G'Sell, Rinaldo, Tibshirani, Wasserman 2018, https://arxiv.org/abs/1604.04173, section 2.2.
+at most the k-th smallest in k of n + 1 cases, whatever their distribution. Source: Lei, G'Sell,
+Rinaldo, Tibshirani, Wasserman 2018, https://arxiv.org/abs/1604.04173, section 2.2.
 
-A trial that is watched from outside reports no bytes of its allocator, but the longest trial that
-fit needs at most the memory it was given, and the shortest that ran out more. The formula's error
-is assumed equal at both, which bounds it from both sides: such a residual is an edge.
+A foreign trainer's trial reports no bytes of its allocator, but the longest that fit needs at most
+the memory it was given, the shortest that ran out more. The formula's error is assumed equal at
+both, which bounds it from both sides: such a residual is an edge.
 """
 
 import math
@@ -40,7 +41,7 @@ of trials that agree to the byte say nothing about other machines."""
 
 
 class Factors(Record, frozen=True, kw_only=True):
-    """The ends of an interval, as multiples of the predicted bytes."""
+    """The ends of an interval, as factors of the predicted bytes."""
 
     allocator: Allocator
     coverage: float
@@ -56,7 +57,7 @@ class Factors(Record, frozen=True, kw_only=True):
 
 
 class Interval(Record, frozen=True, kw_only=True):
-    """Predicted interval of the memory of one GPU, as its driver would report it."""
+    """Predicted interval of one GPU's memory use as its driver would report it."""
 
     low_bytes: int
     high_bytes: int
@@ -68,7 +69,7 @@ class Interval(Record, frozen=True, kw_only=True):
 
 
 class Calibration(Record, frozen=True, kw_only=True):
-    """The trials that a prediction's intervals were learned from, and traits that none had."""
+    """The trials that an interval is learned from, and traits of the question that none has."""
 
     coverage: float
     factors: tuple[Factors, ...]
@@ -96,8 +97,8 @@ def calibrate(
     bundled: Sequence[Residual],
     own: Sequence[Residual] = (),
 ) -> Calibration:
-    """Learn the intervals of a question's predictions; each trial counts once, however often named.
-    For an allocator that no trial had all trials count, and it is listed in ``unlike``.
+    """Learn the intervals of a question's predictions; each trial counts once, even if named twice.
+    For an allocator without trials all trials count, and it is listed in ``unlike``.
     """
     known: dict[object, Residual] = {}
     for each in (*bundled, *own):
@@ -168,7 +169,7 @@ def factors_of(
 
 
 def least_residuals(coverage: float) -> int:
-    """The least number of residuals that give an end this coverage by counting alone."""
+    """The smallest number of residuals at which an end reaches this coverage without widening."""
     share = Fraction(str(coverage))
     return math.ceil(share / (1 - share))
 
@@ -219,7 +220,7 @@ def edge_residuals(study: Study, formula: Formula) -> tuple[Residual, ...]:
 
 
 def _edge(study: Study, cell: Cell) -> tuple[RecordedTrial, RecordedTrial] | None:
-    """A cell's longest trial that fit below the shortest that ran out, and that one; else None."""
+    """A cell's longest trial that fit below the shortest that ran out, and the latter; or None."""
     trials = sorted(study.trials_of(cell), key=lambda trial: trial.spec.length_tokens)
     ran_out = next((each for each in trials if _ended(each, Outcome.OUT_OF_MEMORY)), None)
     if ran_out is None:

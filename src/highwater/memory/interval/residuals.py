@@ -1,4 +1,4 @@
-"""Residuals: the GPU memory that recorded trials used, over the memory predicted for them."""
+"""Residuals: GPU memory that recorded trials used, divided by the predicted memory."""
 
 import shlex
 from collections.abc import Sequence
@@ -45,8 +45,9 @@ MOST_TRACED = 8
 
 
 class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Memory that a trial used of its fullest GPU, its prediction, and traits that both may depend
-    on: a field and a row of ``traits_of`` each. A later field defaults to what earlier trials had.
+    """Memory that a trial used on its fullest GPU, its prediction, and traits that the error may
+    depend on: a field and a row of ``traits_of`` each. Later fields default to all earlier trials'
+    value.
     """
 
     method: PredictionMethod
@@ -93,7 +94,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Trait(NamedTuple):
-    """One trait of a cell that residuals may depend on."""
+    """A property of a cell's settings or layout that residuals may depend on."""
 
     field: str
     """Name of the field of ``Residual``."""
@@ -126,7 +127,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
 
 
 def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tuple[str, ...]:
-    """The words of ``unlike`` that are about ``cell``, or about no cell of ``cells``."""
+    """The words of ``unlike`` that describe ``cell``, or that describe none of ``cells``."""
     words = [
         {each.words for each in traits_of(one.settings, one.layout) if each.value is not False}
         for one in (cell, *cells)
@@ -148,9 +149,9 @@ def study_residuals(
     trainer: TrainerName = OURS,
     formula: Formula = likely_footprint,
 ) -> tuple[Residual, ...]:
-    """Residuals, by a trainer's formula, of every trial that says how much memory it needs, each
-    trial once. ``own``: constants measured on the same GPUs. Raises UsageError for a study of other
-    trials, ModelError for an unknown family.
+    """Residuals, by a trainer's formula, of every trial that reports the memory it needs, each
+    trial once. ``own``: constants measured on the same GPUs. Raises UsageError for a study of a
+    different trainer, ModelError for an unknown family.
     """
     refuse_silent(study, trainer)
     shape = study.question.model.shape
@@ -201,8 +202,8 @@ def traced_residual(
     rank: int,
     own: MachineConstants | None = None,
 ) -> Residual | None:
-    """The residual of one trial, by the trace of its rank ``rank``, replayed in the memory that the
-    rank was given; None if the replay runs out, or the trial does not say what it needs.
+    """The residual of one trial, by a replay of the trace of rank ``rank``, with the memory that
+    the rank was given; None if the replay runs out, or the trial does not report its memory.
     """
     budget = next((each.budget for each in result.ranks if each.rank == rank), None)
     capacity = None if budget is None else budget.allocator_cap_bytes
@@ -222,7 +223,7 @@ def traced_residual(
 
 
 def step_of(shape: ModelShape, spec: TrialSpec) -> Step:
-    """The step of a trial, which formulas take."""
+    """The ``Step`` of a trial, the argument of formulas."""
     settings, layout, prompt = spec.settings, spec.layout, spec.prompt_tokens
     return Step(shape, settings, layout, spec.length_tokens, spec.device, prompt)
 
@@ -242,9 +243,9 @@ def residual(
     cached_bytes: int = 0,
     device_name: str = "a GPU that told no name",
 ) -> Residual | None:
-    """The residual of one trial; None if the trial does not say how much memory it needs. A trial
-    that fits also keeps ``cached_bytes``, as far as the GPU has them. A trial that ran out though
-    predicted to fit needs more than it was given: the least error that the prediction has.
+    """The residual of one trial; None if the trial does not report its memory. A trial that fits
+    also keeps ``cached_bytes``, as far as the GPU has them. A trial that ran out though predicted
+    to fit needs more than it was given: its residual is a lower bound of the error.
     """
     all_used = [rank.memory.device_used_bytes for rank in result.ranks]
     used = [size for size in all_used if size is not None]
@@ -268,7 +269,7 @@ def residual(
 
 
 def residual_of(spec: TrialSpec, **told: Any) -> Residual:
-    """The residual of a trial, with traits by its specification; ``told``: the other fields."""
+    """The residual of a trial, with traits from its specification; ``told``: the other fields."""
     traits: dict[str, Any] = {
         each.field: each.value for each in traits_of(spec.settings, spec.layout)
     }
@@ -319,15 +320,15 @@ def refuse_silent(study: Study, trainer: TrainerName = OURS) -> None:
 
 
 def tells_nothing(study: Study) -> UsageError:
-    """The error for a study without one residual."""
+    """The error for a study that gives no residual."""
     return unfit(study, "has no trial that says how much memory it used")
 
 
 def unfit(
     study: Study, what: str, instead: str = "name a study that `highwater find` wrote on GPUs"
 ) -> UsageError:
-    """The error for a study that no interval can be learned from; ``what``: the reason, a predicate
-    of the file's name; ``instead``: the hint's alternative.
+    """The error for a study that no interval can be learned from. ``what``: the reason, a predicate
+    after the file's name; ``instead``: another action for the hint.
     """
     hint = f"leave `--calibrate {shlex.quote(study.path or '')}` out, or {instead}"
     return UsageError(f"{study.path} {what}", hint=hint)

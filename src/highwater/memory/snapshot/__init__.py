@@ -1,1 +1,1 @@
-"""Memory snapshots of PyTorch, read without PyTorch, and the allocations alive at their peaks."""
+"""Read PyTorch's memory snapshots without PyTorch; find the allocations live at their peaks."""

@@ -1,7 +1,7 @@
 """Attribution: the category of an allocation, by the stack that requested it.
 
-Frames are matched from the innermost outwards, and the first that matches a rule decides. For this
-engine the rules are exact; for other programs they are PyTorch's own files, then names that
+Frames are matched from the innermost outwards; the first frame that matches a rule decides. For
+this engine the rules are exact; for other programs they are PyTorch's own files, then names that
 libraries share. If no frame matches, the phase named by the program decides; else the allocation is
 ``unattributed``.
 
@@ -118,8 +118,8 @@ class Attribution:
         return found
 
     def _place(self, stack: int) -> str:
-        """The innermost line of a stack that is not PyTorch's own, ``engine/models/loss.py:88
-        forward``; else PyTorch's operator, else the innermost function; empty without a stack.
+        """The innermost line of a stack outside PyTorch, ``engine/models/loss.py:88 forward``; else
+        PyTorch's operator, else the innermost function; empty for an empty stack.
         """
         indices = self._snapshot.stacks[stack]
         if not indices:
@@ -144,8 +144,8 @@ class Attribution:
         return next(filter(None, (self._rules.category(frames[index]) for index in indices)), None)
 
     def _is_head(self, stack: Sequence[int]) -> bool:
-        """True if a stack is of a model's output head, a linear layer that a transformers model
-        calls itself, not from a part: such a stack has the modelling file's ``forward`` once.
+        """True if a stack belongs to the output head: a linear layer that the transformers model
+        calls itself, not from a submodule, so that the modelling file's ``forward`` is in it once.
         """
         frames = self._snapshot.frames
         innermost = next((frames[i] for i in stack if frames[i].file.endswith(".py")), None)
@@ -154,7 +154,7 @@ class Attribution:
         return sum(map(self._is_part, stack)) == 1
 
     def _outlives_its_pass(self, allocation: Allocation) -> bool:
-        """True if an allocation of a backward pass was alive at the next event after the pass."""
+        """True if an allocation of a backward pass is live at the next event after the pass."""
         of_phase = self._told_phase(allocation.stack, allocation.phase).startswith(_BACKWARD)
         for later in (self._optimizers_events, self._events_of_other_phases if of_phase else ()):
             following = bisect_right(later, allocation.born)
@@ -186,7 +186,7 @@ class Attribution:
         return any(frames[index].name == "zero_grad" for index in self._snapshot.stacks[stack])
 
     def _told_phase(self, stack: int, phase: str) -> str:
-        """The phase that the program named, or that a trace has in the stack; empty if none."""
+        """The phase that the program named, or that a trace stores in the stack; empty if none."""
         if not is_traced(self._snapshot, stack):
             return phase
         return self._snapshot.frames[self._snapshot.stacks[stack][-1]].name

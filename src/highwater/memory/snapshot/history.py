@@ -1,8 +1,8 @@
-"""History: which allocations were alive at each event of a snapshot, and at its moment: the peak,
-or the point when memory ran out.
+"""History: which allocations were live at each event of a snapshot, and at its moment: the peak, or
+the point when memory ran out.
 
-A snapshot has the last events of a program (``max_entries``). An allocation from before the first
-of them is known only if it was freed later, or is in the segments at the end.
+A snapshot holds a program's last events (``max_entries``). An allocation from before the first of
+them is known only if it was freed later, or is in the segments at the end.
 """
 
 from bisect import bisect_left, insort
@@ -26,7 +26,7 @@ _MOST_UNDOING = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A piece of memory, from its request until it was freed."""
+    """A block of memory, from its allocation until it was freed."""
 
     address: int
     size_bytes: int
@@ -58,7 +58,7 @@ class History:
 
     @property
     def alive(self) -> Iterator[Allocation]:
-        """Allocations that were alive at the moment."""
+        """Yield the allocations that were live at ``at``."""
         return (each for each in self.allocations if each.born <= self.at < each.died)
 
 
@@ -115,7 +115,7 @@ def _ended(born: int, event: AllocatorEvent, died: int) -> Allocation:
 
 
 def _levels(allocations: Iterable[Allocation], events: int) -> list[int]:
-    """Bytes alive before the first event, and after each event."""
+    """Bytes live before the first event, and after each event."""
     levels = [0] * (events + 2)
     for each in allocations:
         levels[each.born + 1] += each.size_bytes

@@ -1,4 +1,4 @@
-"""Memory profile: the allocations alive on a device at its peak, their timeline, and advice."""
+"""Memory profile: allocations live on a device at its peak, their timeline, and advice."""
 
 import re
 from collections import Counter, defaultdict
@@ -36,7 +36,7 @@ class InCategory(Record, frozen=True, kw_only=True):
 
 
 class InPlace(Record, frozen=True, kw_only=True):
-    """Bytes and number of the allocations that one line of a program requested."""
+    """Bytes and number of the allocations requested by one line of a program."""
 
     place: str
     """The line, ``engine/models/loss.py:88 forward``; empty for allocations without a stack."""
@@ -80,7 +80,7 @@ class FlameBox(Record, frozen=True, kw_only=True):
 
 
 class MemoryProfile(Record, frozen=True, kw_only=True):
-    """The summary of one snapshot, for one device."""
+    """Summary of one memory snapshot, for one device."""
 
     path: str
     rank: int | None
@@ -128,7 +128,7 @@ class MemoryProfile(Record, frozen=True, kw_only=True):
         return " ".join((f"rank {self.rank}", *self.coordinates))
 
     def bytes_of(self, category: Category) -> int:
-        """Bytes of a category alive at the moment; else 0."""
+        """Bytes of a category live at the snapshot's moment; 0 if it has none."""
         return next((each.bytes for each in self.categories if each.category == category), 0)
 
 
@@ -331,7 +331,7 @@ def advice_of(
     tried: Collection[Advice] = (),
 ) -> Advice | None:
     """The setting to try first, by ``sizes``, the live bytes by category; None if none stands out.
-    ``free_bytes``: reserved and not allocated. ``tried``: settings already in use.
+    ``free_bytes``: reserved but not allocated. ``tried``: settings already in use.
     """
     total = sum(sizes.values())
     states = sum(sizes.get(each, 0) for each in _STATES)

@@ -33,9 +33,9 @@ class PlainPickleError(ValueError):
 
 
 def read_plain_pickle(data: bytes) -> Any:
-    """The value in a pickle: dicts with texts as keys, lists, tuples, texts, numbers, None. Parts
-    that were shared when written are shared again, also values that contain themselves. Raises
-    PlainPickleError for any other pickle.
+    """Read the value in a pickle: dicts with texts as keys, lists, tuples, texts, numbers, None.
+    Shared and recursive values keep their structure. Raises PlainPickleError for a pickle with
+    anything else.
     """
     try:
         with _without_collection():
@@ -46,7 +46,7 @@ def read_plain_pickle(data: bytes) -> Any:
 
 @contextmanager
 def _without_collection() -> Generator[None]:
-    """Pause the cycle collector, which would scan millions of new lists again and again."""
+    """Context manager: pause the garbage collector, which would scan millions of new lists."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -57,7 +57,7 @@ def _without_collection() -> Generator[None]:
 
 
 class _Machine:
-    """The pickle machine: a stack of values, the marks in it, and the memo of shared values."""
+    """The pickle machine: a stack of values, marks in the stack, and a memo of shared values."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -144,7 +144,7 @@ class _Machine:
         self._marks.append(len(self._stack))
 
     def _pop(self) -> Any:
-        """Take the topmost value, which must be above the last mark."""
+        """Pop the topmost value. Raises PlainPickleError if there is none above the last mark."""
         if self._marks and len(self._stack) == self._marks[-1]:
             raise PlainPickleError("it ends, or goes wrong, in the middle of a value")
         return self._stack.pop()
@@ -188,7 +188,7 @@ class _Machine:
             raise PlainPickleError(f"it is of pickle's protocol {version}")
 
     def _frame(self) -> None:
-        """Check the length of the frame that follows, which only readers of a stream need."""
+        """Check the length of the next frame, which matters only to readers of a stream."""
         if self._count(8) + self._at > len(self._data):
             raise PlainPickleError("it ends in the middle of a frame")
 

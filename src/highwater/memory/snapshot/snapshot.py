@@ -3,9 +3,8 @@
 The file is not trusted: it is read as plain data (``plain_pickle``), every number that is used is
 checked, and unknown fields are ignored. A pickle may refer to one value many times, in two bytes
 each. Stacks, frames and texts are shared so, and are read once; an event, a segment or a block that
-comes twice is refused. So time and memory are bounded by the size of the file.
-Source of the fields: ``torch/cuda/memory.py`` and ``torch/csrc/cuda/Module.cpp``, PyTorch 2.11 and
-2.13.
+occurs twice is refused. So time and memory are bounded by the size of the file. Source of the
+fields: ``torch/cuda/memory.py`` and ``torch/csrc/cuda/Module.cpp``, PyTorch 2.11 and 2.13.
 """
 
 import errno
@@ -76,7 +75,7 @@ class AllocatorEvent(NamedTuple):
 
 
 class SegmentBlock(NamedTuple):
-    """A piece of a segment as it was when the snapshot was taken."""
+    """A block of a segment when the snapshot was taken."""
 
     address: int
     size_bytes: int
@@ -148,7 +147,7 @@ def _unread(path: Path, error: OSError) -> SnapshotError:
 
 
 class _Reading:
-    """Checks a document, and numbers its stacks. Raises PlainPickleError for impossible values."""
+    """Check a document and number its stacks. Raises PlainPickleError for impossible values."""
 
     def __init__(self, document: Any) -> None:
         if not isinstance(document, dict) or "device_traces" not in document:
@@ -270,14 +269,14 @@ class _Reading:
         return index
 
     def _text(self, text: str) -> str:
-        """A name, cut to ``_LONGEST_NAME``; names that share a text share the cut one."""
+        """A name, cut to ``_LONGEST_NAME``; equal names share one text."""
         if len(text) <= _LONGEST_NAME:
             return text
         return self._by_text.setdefault(id(text), f"{text[:_LONGEST_NAME]}…")
 
     def _once(self, value: Any, what: str) -> dict[str, Any]:
-        """Check a dict that PyTorch writes once. Read again for each reference, shared blocks of
-        shared segments would multiply the time. Raises PlainPickleError if it comes twice.
+        """Check a dict that PyTorch writes only once. Reading it again for each reference would
+        multiply the time. Raises PlainPickleError if it occurs twice.
         """
         found = _dict(value, what)
         if id(found) in self._single:

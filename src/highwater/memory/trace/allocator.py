@@ -1,8 +1,8 @@
 """Allocator: a simulation of PyTorch's CUDA caching allocator, for reserved bytes and failures.
 
-Rounding, pools, best fit, split and coalesce, one set of free blocks per stream, release of what is
-cached before giving up; native segments (cudaMalloc) and expandable ones (pages mapped into an
-address range of each stream and pool). No memory is allocated. Among free blocks of one size the
+Rounding, pools, best fit, split and coalesce, one set of free blocks per stream, release of cached
+segments before an error; native segments (cudaMalloc) and expandable ones (pages mapped into an
+address range of each stream and pool). No memory is allocated. Among free blocks of equal size the
 lowest address is taken; the driver hands addresses out from the top down, so the newest segment's.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11, function by function; names in
@@ -67,7 +67,7 @@ class MemoryBlocks:
     """Size and address of each block as one number, since a replay compares millions."""
 
     def add(self, block: MemoryBlock) -> None:
-        """Put a block in its place."""
+        """Insert a block in the order of size, then address."""
         key = (block.size << ADDRESS_BITS) + block.address
         index = bisect_left(self.keys, key)
         self.keys.insert(index, key)
@@ -194,7 +194,7 @@ class CachingAllocator:
 
     def give_back(self, handle: int) -> None:
         """Stop counting an allocation, but keep its block, which another stream still uses, until
-        ``free`` is called or memory runs short.
+        ``free`` is called or memory runs out.
         """
         self.allocated_bytes -= self._live[handle].size
         self._awaited[handle] = None
@@ -206,11 +206,11 @@ class CachingAllocator:
         return self._next_handle
 
     def is_held(self, handle: int) -> bool:
-        """True if an allocation is not free yet; memory running short frees those given back."""
+        """True until an allocation is freed; running out of memory frees those given back."""
         return handle in self._live
 
     def place_of(self, handle: int) -> tuple[int, int]:
-        """Address and rounded bytes of a live allocation. Raises KeyError for others."""
+        """Address and rounded bytes of a live allocation. Raises KeyError if it is not live."""
         block = self._live[handle]
         return block.address, block.size
 
@@ -341,7 +341,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _addresses(self, size: int) -> int:
-        """The start of a new address range, below all others; ranges are not reused."""
+        """Start of a new address range, below all others; ranges are not reused."""
         self._lowest_address -= -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
         return self._lowest_address
 
@@ -389,7 +389,7 @@ def _room_from(block: MemoryBlock | None, size: int) -> bool:
 
 
 def _link(one: MemoryBlock | None, other: MemoryBlock | None) -> None:
-    """Make two blocks neighbours, in this order; None is the end of a segment."""
+    """Make two blocks neighbours, ``one`` before ``other``; None is the end of a segment."""
     if one is not None:
         one.after = other
     if other is not None:

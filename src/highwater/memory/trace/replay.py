@@ -1,6 +1,6 @@
-"""Replay: run a trace through the simulated allocator, for its peaks, the tensors alive at them and
-whether it fits; or to write a snapshot for PyTorch's viewer (https://pytorch.org/memory_viz), with
-operator, module and phase as a stack, and numbers of events as microseconds.
+"""Replay: run a trace through the simulated allocator, for its peaks, the tensors live at them, and
+whether it fits; or write it as a snapshot for PyTorch's viewer (https://pytorch.org/memory_viz):
+the stack is operator, module and phase, and event numbers are its microseconds.
 """
 
 import pickle
@@ -66,8 +66,8 @@ def replay(
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> Replayed:
     """Replay a log on an empty device with ``capacity_bytes`` for the allocator; None: unlimited.
-    ``is_share``: the process sets the capacity itself, as in a trial with a memory budget.
-    ``workspaces_bytes``: sizes of cuBLAS's workspaces, which no trace has.
+    ``is_share``: the process limits its own allocator, as in a trial with a memory budget.
+    ``workspaces_bytes``: sizes of cuBLAS's workspaces, which no trace contains.
     """
     trace = coded(log)
     found, peak_at = replay_trace(
@@ -95,7 +95,7 @@ class Kind(Record, frozen=True, kw_only=True):
 
 
 class ScaledTrace(Record, frozen=True, kw_only=True):
-    """Events of one rank, coded as numbers, for any number of tokens in its micro-batch: without
+    """Events of one rank, coded as integers, for any number of tokens in its micro-batch: without
     tiles and chunks, a step makes the same kinds of allocations in the same order.
     """
 
@@ -111,7 +111,7 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
     last phase releases cached blocks."""
 
     def least_bytes(self, tokens: int) -> int:
-        """Most bytes alive at once, in whole blocks: fewer bytes suffice for no allocator."""
+        """Peak of live bytes, in whole blocks: a lower bound of what any allocator needs."""
         blocks = self.blocks(tokens)
         changes = (*blocks, *(-block for block in reversed(blocks)))
         alive = accumulate(map(changes.__getitem__, _changes(self.events, len(blocks))))
@@ -135,7 +135,7 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=64)
 def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
-    """Changes of the live allocations: n adds one of kind n, -1 - n removes one of kind n."""
+    """Changes of live allocations, as codes: n allocates a block of kind n, -1 - n frees it."""
     allocated: list[int | None] = []
     found = []
     for code in events:
@@ -151,8 +151,8 @@ def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
 
 
 def coded(log: EventLog) -> ScaledTrace:
-    """Code a log as a trace whose sizes do not depend on tokens, which replays in half the time.
-    Frees of memory that the log did not allocate do nothing.
+    """Code a log as a trace whose sizes do not depend on tokens; it replays in half the time. Frees
+    of memory that the log did not allocate are ignored.
     """
     kinds: dict[tuple[int, ...], int] = {}
     phases: dict[str, int] = {"setup": 0}
@@ -266,7 +266,7 @@ def replay_trace(
 
 
 def ran_out(least_bytes: int) -> Replayed:
-    """The result, without a replay, for a step with more bytes alive at once than the capacity."""
+    """The result, without a replay, if ``least_bytes``, live at once, exceed the capacity."""
     return Replayed(
         fits=False,
         phase="",
@@ -279,7 +279,7 @@ def ran_out(least_bytes: int) -> Replayed:
 
 
 def alive_at(trace: ScaledTrace, tokens: int, number: int) -> tuple[Alive, ...]:
-    """The tensors that are alive after the first ``number`` events, by kind, the largest first."""
+    """The tensors live after the first ``number`` events, by kind, the largest first."""
     phase = "setup"
     living: dict[int, tuple[int, str]] = {}
     count = 0
@@ -313,7 +313,7 @@ def timeline(
     capacity_bytes: int | None = None,
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> bytes:
-    """The pickled snapshot of a replay, up to the last event or to the one that does not fit."""
+    """The pickled snapshot of a replay, up to its last event or the first that does not fit."""
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes
     )
@@ -366,7 +366,7 @@ def timeline(
 def _let_go(
     device: CachingAllocator, living: dict[int, tuple[int, dict[str, Any]]], number: int
 ) -> list[dict[str, Any]]:
-    """Entries for the end of allocations that were given back and that the allocator just freed."""
+    """Entries of the viewer for frees of given-back allocations that the allocator just made."""
     early = [name for name, (handle, _) in living.items() if not device.is_held(handle)]
     return [entry for name in early for entry in _freed(living.pop(name)[1], number)]
 

@@ -1,5 +1,5 @@
-"""TRL, which accelerate launches: a configuration (words.py), trials (trial.py), and the memory of
-a step by our formula with TRL's differences; and edges of its trials.
+"""TRL, which accelerate launches: its configuration (words.py), its trials (trial.py), and the
+memory of a step by our engine's formula with TRL's differences.
 
 - An MLP is computed untiled, and logits in tiles: Hugging Face's layers, and a fused head.
 - The gradients of the head and of the hidden states are summed in float32, then rounded. The head
@@ -83,8 +83,8 @@ def footprint(step: Step) -> Footprint:
 
 
 def _with_its_loss(ours: Phase, step: Step) -> Phase:
-    """The loss phase as TRL computes it, with all tokens taken as trained: hidden states, a copy of
-    the trained ones, their gradient in float32 and rounded (T x E each); a tile of logits.
+    """The loss phase of TRL, if all tokens are trained: hidden states, a copy of the trained ones,
+    their gradient in float32 and rounded (T x E each); and one tile of logits.
     """
     if step.settings.traits.gives_scalars:
         return ours
@@ -102,7 +102,7 @@ def _with_its_loss(ours: Phase, step: Step) -> Phase:
 
 
 def _generation(step: Step) -> Phase:
-    """The phase in which the last layer reads the prompts, with all keys and values kept."""
+    """The phase in which the last layer reads the prompts, with keys and values of all layers."""
     settings, layout, shape = step.settings, step.layout, step.shape
     rows = settings.sequences_per_micro_batch
     sequences = rows * generation_micro_batches(rows, layout.gpus)
@@ -130,7 +130,7 @@ def _generation(step: Step) -> Phase:
 
 
 def _prompt_numbers(kind: LayerKind) -> int:
-    """Numbers per token that a layer holds while it reads a prompt, besides keys and values."""
+    """Elements per token that a layer holds while it reads a prompt, besides keys and values."""
     width = kind.mlp.plain_width
     width += kind.mlp.width * kind.mlp.experts_per_token if kind.mlp.is_routed else 0
     return _PREFILL_STREAMS * kind.hidden_size + _PREFILL_WIDTHS * width

@@ -49,7 +49,7 @@ from highwater.trainers.foreign import (
     write_files,
 )
 from highwater.trainers.logs import steps_of
-from highwater.trainers.trl.words import COMMANDS, VERSION, refuse_other_sharing, trl_values
+from highwater.trainers.trl.words import COMMANDS, VERSION, refuse_untrainable, trl_values
 
 CONFIG = "trl.yaml"
 _PROGRAM = "trl"
@@ -89,19 +89,10 @@ class TrialBatch(NamedTuple):
         return self.micro_batches * self.rows * self.groups
 
 
-def refuse_untried(spec: TrialSpec, shape: ModelShape) -> None:
-    """Raise UsageError, by name and with a hint, for settings that trials of TRL do not have."""
-    if spec.settings.objective not in TRIED:
-        raise UsageError(
-            f"trials of TRL are written for {', '.join(TRIED)}, not for {spec.settings.objective}",
-            hint="use `--objective sft`",
-        )
-    refuse_unwritten(spec, shape)
-
-
 def refuse_unwritten(spec: TrialSpec, shape: ModelShape) -> None:
     """Raise UsageError for settings that no configuration of TRL can express."""
-    refuse_other_sharing(Cell(settings=spec.settings, layout=spec.layout), shape)
+    cell = Cell(settings=spec.settings, layout=spec.layout)
+    refuse_untrainable(cell, shape, has_ulysses=False)
     if spec.settings.holds_logits:
         raise UsageError(
             f"the losses of TRL {VERSION} are computed in tiles, and never hold whole logits",
@@ -143,7 +134,7 @@ def document_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
 
 
 def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
-    """TRL's and accelerate's files for a trial, on top of the user's. Raises UsageError."""
+    """TRL's and accelerate's files for a trial, based on the user's. Raises UsageError."""
     for name, hint in _REFUSED.items():
         if base.config.get(name):
             raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
@@ -187,7 +178,7 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
 
 
 def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
-    """The emitted fields of a trial's settings, without those that are left to TRL."""
+    """The emitted fields of a trial's settings, without those that TRL chooses itself."""
     spec, model = launched.spec, str(launched.place.model_directory)
     training = FineTuning(launched.cell, spec.length_tokens, model, launched.yarn, launched.shape)
     values: dict[str, Any] = trl_values(training)
@@ -208,7 +199,7 @@ def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
 
 
 def _own(launched: FinetunerTrial, base: OwnFile) -> dict[str, Any]:
-    """Fields that the trial sets, whatever the user's file has."""
+    """Fields that a trial sets, even if the user's file has them."""
     spec, batch = launched.spec, batch_of(launched.spec, base.config)
     own: dict[str, Any] = {
         "model_name_or_path": str(launched.place.model_directory),
@@ -238,7 +229,7 @@ def _own(launched: FinetunerTrial, base: OwnFile) -> dict[str, Any]:
 def _launcher(
     launched: FinetunerTrial, base: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Accelerate's file, on top of the user's own, and notes. Raises UsageError for conflicts."""
+    """Accelerate's file, based on the user's, and notes. Raises UsageError for conflicts."""
     spec = launched.spec
     if spec.device == "cpu":
         return dict(ON_THE_CPU), ()
@@ -287,7 +278,12 @@ def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Foreig
 
 def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:
     """Notes on a trial of TRL. Raises HighwaterError if TRL is missing or cannot express it."""
-    refuse_untried(spec, load_model(spec.model_directory).shape)
+    if spec.settings.objective not in TRIED:
+        raise UsageError(
+            f"trials of TRL are written for {', '.join(TRIED)}, not for {spec.settings.objective}",
+            hint="use `--objective sft`",
+        )
+    refuse_unwritten(spec, load_model(spec.model_directory).shape)
     base, program = own_files(foreign), (foreign.command or (_PROGRAM,))[0]
     refuse_no_program(program, "TRL", _PROGRAM, _PROGRAM)
     nowhere = TrialPlace(Path("there"), Path("there"), Path("there"))

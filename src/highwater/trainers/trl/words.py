@@ -21,7 +21,6 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.trainers.accelerate import (
     FILE,
-    SequenceSharing,
     accelerate,
     attention,
     instead,
@@ -88,7 +87,7 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     without a command, sequences shared among GPUs without ``sft``, and optimizers that TRL lacks.
     """
     cell, shape = chosen.cell, shape_here(found, model_path)
-    refuse_untrainable(cell, shape)
+    refuse_untrainable(cell, shape, has_ulysses=True)
     training = FineTuning(
         *(cell, found.length_tokens, model_path, found.yarn, shape),
         rollout_gpus=found.rollout_gpus,
@@ -114,32 +113,33 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     )
 
 
-def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
-    """Raise UsageError for an objective, layout or optimizer that TRL lacks."""
-    is_refused = _obstacle(cell.settings.objective, cell.layout, shape) is not None
-    if is_refused and shape is not None:
-        refuse_other_sharing(cell, shape)
-    refuse_obstacle(cell, lambda objective, layout: _obstacle(objective, layout, shape))
-    _refuse_optimizer(cell, sharing_of(cell.layout, shape))
-
-
-def refuse_other_sharing(cell: Cell, shape: ModelShape) -> None:
-    """Raise UsageError for Ulysses if TRL has a ring, and as ``refuse_untrainable`` does."""
+def refuse_untrainable(cell: Cell, shape: ModelShape | None, *, has_ulysses: bool) -> None:
+    """Raise UsageError for an objective, layout or optimizer that TRL lacks; without
+    ``has_ulysses`` also for Ulysses where TRL has a ring.
+    """
+    settings, layout, sharing = cell.settings, cell.layout, sharing_of(cell.layout, shape)
+    is_refused = _obstacle(settings.objective, layout, shape) is not None
+    keeps_ulysses = has_ulysses and not (is_refused and shape is not None)
 
     def obstacle(objective: Objective, layout: Layout) -> str | None:
         unknown = _obstacle(objective, layout, shape)
-        if unknown is not None or layout.ulysses_degree == 1:
+        if unknown is not None or layout.ulysses_degree == 1 or keeps_ulysses:
             return unknown
         return _by_heads(layout) if sharing_of(layout, shape) == "ring" else None
 
-    objective, layout = cell.settings.objective, cell.layout
-    is_heads_alone = _obstacle(objective, layout, shape) is None and obstacle(objective, layout)
-    if is_heads_alone and cell.settings.strategy == "fsdp2":
+    is_heads_alone = not is_refused and obstacle(settings.objective, layout) is not None
+    if is_heads_alone and settings.strategy == "fsdp2":
         raise UsageError(
             _by_heads(layout), hint=f"use `--ulysses 1 --ring {layout.context_degree}`"
         )
     refuse_obstacle(cell, obstacle)
-    _refuse_optimizer(cell, sharing_of(layout, shape))
+    _WORDS.refuse_optimizer(settings)
+    if sharing == "heads" and other_optimizer(settings):
+        raise UsageError(
+            "TRL shares heads by DeepSpeed, whose flat shards have other blocks than "
+            f"{settings.optimizer}",
+            hint=f"use `--ulysses 1`, or leave `--optimizer {settings.optimizer}` out",
+        )
 
 
 def _by_heads(layout: Layout) -> str:
@@ -150,7 +150,7 @@ def _by_heads(layout: Layout) -> str:
 
 
 def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) -> str | None:
-    """Reason, in words, why TRL cannot train an objective in a layout; None if it can."""
+    """Reason why TRL cannot train an objective with a layout; None if it can."""
     unknown = _WORDS.other_objective(objective, COMMANDS, is_written=False)
     if unknown is not None:
         return unknown
@@ -158,17 +158,6 @@ def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) ->
         command = COMMANDS[objective].name
         return f"TRL shares sequences among GPUs in `trl sft` alone, not in `trl {command}`"
     return layout_obstacle(layout, shape, _WORDS)
-
-
-def _refuse_optimizer(cell: Cell, sharing: SequenceSharing) -> None:
-    """Raise UsageError for an optimizer that TRL lacks with this way of sharing states."""
-    settings, optimizer = cell.settings, cell.settings.optimizer
-    _WORDS.refuse_optimizer(settings)
-    if sharing == "heads" and other_optimizer(settings):
-        raise UsageError(
-            f"TRL shares heads by DeepSpeed, whose flat shards have other blocks than {optimizer}",
-            hint=f"use `--ulysses 1`, or leave `--optimizer {optimizer}` out",
-        )
 
 
 def _about_rollout(found: Recommendation) -> list[str]:
@@ -192,7 +181,7 @@ def _about_rollout(found: Recommendation) -> list[str]:
 
 
 def _inexpressible(training: FineTuning) -> tuple[str, ...]:
-    """Parts of the settings that TRL cannot express, or expresses otherwise."""
+    """Settings that TRL cannot express, or expresses differently."""
     settings, sharing = training.cell.settings, training.sharing
     command = COMMANDS[settings.objective]
     said: list[str] = []
@@ -216,7 +205,7 @@ def _inexpressible(training: FineTuning) -> tuple[str, ...]:
 
 
 def trl_values(training: FineTuning) -> dict[str, Value]:
-    """TRL's settings by name: all that decide memory, without the data."""
+    """TRL's settings by name: all that affect memory, without the data."""
     settings, layout = training.cell.settings, training.cell.layout
     sharing, model_path = training.sharing, training.model_path
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}

@@ -1,9 +1,10 @@
 """Process of ``highwater bench attention`` that checks an attention and measures its cases.
 
 ``python -m highwater.engine.bench.attention.benchmark SHARE FOLDER`` is one rank of a group. It
-works off the share (``nouns/attention_bench.BenchShare``), case after case, and writes each result
-as a line of JSON to its own file (``BenchPart``), until one fails. An attention is measured only
-after its output and gradients equal the textbook formula's in float64; then its memory is bounded.
+measures the cases of its share (``nouns/attention_bench.BenchShare``) one by one, and writes each
+result as a line of JSON to its own file (``BenchPart``), until one fails. An attention is measured
+only after its output and gradients equal the textbook formula's in float64; then its memory is
+bounded.
 """
 
 import os
@@ -45,7 +46,7 @@ Contenders = Mapping[str, AttentionContender]
 
 
 def main(contenders: Contenders = CONTENDERS) -> None:
-    """Work off a share as one of its ranks, and write each part as soon as it ends."""
+    """Measure the cases of a share as one of its ranks, and write each result at once."""
     share, folder = from_json(Path(sys.argv[1]).read_bytes(), BenchShare), Path(sys.argv[2])
     rank = int(os.environ["RANK"])
     os.dup2(os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
@@ -129,7 +130,7 @@ def _failed(error: BaseException, order: BenchOrder) -> BenchPart:
 
 
 def _described(order: BenchOrder, device: torch.device, contenders: Contenders) -> BenchPart:
-    """Describe the machine, and the parts of an order that do not run on it."""
+    """Describe the machine, and the cases of an order that cannot run on it."""
     versions = _versions()
     # first, because its code stays in memory and counts as outside the allocator
     kernel = fused_kernel(Conditions.of(order, "dense", "single", device, None))

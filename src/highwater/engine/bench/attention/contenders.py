@@ -1,5 +1,5 @@
-"""Contenders of the benchmark: how each attention is built, whether it runs here, and how often
-each token meets each key by its definition.
+"""Contenders of the benchmark: how each attention is built, whether it runs on this machine, and
+how many times each token attends to each key by its definition.
 
 A new contender is a line of ``CONTENDERS`` and one of ``nouns/catalog/attentions.json``.
 
@@ -50,7 +50,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Conditions under which a contender runs."""
+    """Conditions under which an attention is measured."""
 
     order: BenchOrder
     name: str
@@ -71,7 +71,7 @@ class Conditions:
         device: torch.device,
         kernel: FusedKernel | None,
     ) -> "Conditions":
-        """Return an order's conditions for one of its implementations."""
+        """Return the conditions of one implementation, by the order of the benchmark."""
         pattern = order.patterns.get(name, IMPLEMENTATIONS[name].pattern)
         if name == "window" and device.type == "cpu" and pattern is not None:
             pattern = msgspec.structs.replace(pattern, local_window_size=_CPU_WINDOW)
@@ -89,7 +89,7 @@ class Conditions:
 
     @property
     def scaling(self) -> float:
-        """Factor of the scores."""
+        """Factor of the attention scores: 1 / sqrt(head size)."""
         return self.order.head_dim**-0.5
 
     @property
@@ -142,8 +142,8 @@ Build = Callable[[Conditions, int], Compute]
 
 
 def counts(conditions: Conditions, length: int) -> Tensor:
-    """Count how often each token meets each key, HSS, by the papers: head j attends over the tokens
-    ``j mod rate :: rate`` of each segment, of which a pattern keeps some.
+    """Count how many times each token attends to each key, HSS, as the papers define it: head j
+    attends over the tokens ``j mod rate :: rate`` of a segment, of which a pattern keeps some.
     """
     pattern = None if conditions.pattern is None else conditions.pattern.at(length)
     counts_HSS = torch.zeros(conditions.order.heads, length, length)
@@ -158,7 +158,7 @@ def counts(conditions: Conditions, length: int) -> Tensor:
 
 @lru_cache
 def _kept(config: SparsePatternConfig | None, length: int) -> Tensor:
-    """1 where a token of a row sees another, else 0; causality within blocks is applied here."""
+    """1 where a token of a row attends to another, else 0, causally; shape SS."""
     token_S1, key_S = torch.arange(length)[:, None], torch.arange(length)
     causal_SS = (key_S <= token_S1).float()
     if config is None or not length:

@@ -1,7 +1,7 @@
 """Measure an attention in its own process: bytes, peaks and time at one length. Before that, check
 output and gradients against the textbook formula in float64, on a short sequence whose length no
-block divides. The formula knows an attention only by its counts: how many times each token meets
-each key, 0 for a key that it does not see.
+block divides. The formula gets an attention's counts: how many times each token attends to each
+key, 0 for a key that it does not see.
 
 On the CPU every allocation of PyTorch is recorded in one pass, and time is measured in others; on a
 GPU the allocator keeps its peaks itself.
@@ -59,7 +59,7 @@ class _Pass(NamedTuple):
 
 
 class _Peaks(NamedTuple):
-    """Bytes on each GPU of this process, and the share of the pairs that was computed."""
+    """Memory on each GPU of this process in bytes, and the share of token pairs computed."""
 
     after_qkv: Sequence[int]
     allocated: Sequence[int]
@@ -68,7 +68,7 @@ class _Peaks(NamedTuple):
 
 
 def measure(case: BenchRow, build: Build, conditions: Conditions) -> BenchRow:
-    """Run a case on this process. Raises PassTooLong, and what PyTorch raises."""
+    """Measure a case in this process. Raises PassTooLong, and PyTorch's errors."""
     assert case.length_tokens is not None, "it has one until it is red"
     compute = build(conditions, case.length_tokens)
     devices = [conditions.device]
@@ -143,7 +143,7 @@ def _peaks_on_cpu(made: Callable[[], _Pass]) -> tuple[_Pass, _Peaks]:
 
 
 def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
-    """Return a step's result, the peak of bytes that it allocated, and those still allocated."""
+    """Return a step's result, its peak of allocated bytes, and the bytes still allocated."""
     recorder: Any = profile(profile_memory=True)
     with recorder:
         result = step()
@@ -217,8 +217,8 @@ def _in_data_parallel(compute: Compute, devices: Sequence[torch.device], share: 
 
 
 def differences(build: Build, conditions: Conditions, rank: int = 0) -> dict[str, float]:
-    """Norm-relative differences from float64, over this rank's tokens: the larger ones of two
-    checks, one with the pattern's own sizes, one with sizes that suit a short sequence.
+    """Return norm-relative differences from float64, over this rank's tokens: the larger of two
+    checks, one with the pattern's own sizes, one with sizes for a short sequence.
     """
     found = [_differences(build, conditions, rank)]
     if (short := conditions.short()) != conditions:
@@ -230,7 +230,7 @@ def differences(build: Build, conditions: Conditions, rank: int = 0) -> dict[str
 def naive_attention(
     query_HSD: Tensor, key_KSD: Tensor, value_KSD: Tensor, counts: Tensor, scaling: float
 ) -> Tensor:
-    """The textbook formula in float64, counting repeats; zeros for a token that meets no key."""
+    """The textbook formula in float64, counting repeated keys; zeros for a token without keys."""
     groups = len(query_HSD) // len(key_KSD)
     key_HSD, value_HSD = (t.double().repeat_interleave(groups, 0) for t in (key_KSD, value_KSD))
     scores_HSS = query_HSD.double() @ key_HSD.transpose(1, 2) * scaling + counts.double().log()

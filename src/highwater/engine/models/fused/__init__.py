@@ -1,1 +1,1 @@
-"""Data plane: parts of a model computed with less memory, each proven equal to the plain part."""
+"""Data plane: parts of a model computed with less memory, each tested against the plain part."""

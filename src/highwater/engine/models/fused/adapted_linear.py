@@ -38,14 +38,14 @@ class WeightGradient:
             self.sum_OI += gradient_TO.T @ input_TI
 
     def total(self) -> Tensor:
-        """Return the gradient in the weight's own dtype, and free the wide sum."""
+        """Return the gradient in the weight's dtype, and free the float32 sum."""
         total_OI = self.sum_OI.to(self.dtype)
         del self.sum_OI
         return total_OI
 
 
 class Adapter(NamedTuple):
-    """Matrices A and B of an adapter, and the scale of their product."""
+    """Matrices A and B of a LoRA adapter, and the scale of their product."""
 
     a_RI: Tensor
     b_OR: Tensor
@@ -53,10 +53,10 @@ class Adapter(NamedTuple):
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with an adapter, by peft's names: ``base_layer``, ``lora_A.default``, ..."""
+    """A linear layer with LoRA, with peft's names: ``base_layer``, ``lora_A.default``, ..."""
 
     def __init__(self, theirs: nn.Module, *, scale: float) -> None:
-        """Take over the children of peft's own layer."""
+        """Use the children of ``theirs``, peft's own layer, as those of this one."""
         super().__init__()
         for name in ("base_layer", "lora_A", "lora_B"):
             self.add_module(name, getattr(theirs, name))
@@ -83,7 +83,7 @@ class AdaptedLinear(nn.Module):
 
 
 def parts_of(projection: Any) -> tuple[nn.Linear, Adapter | None]:
-    """Split a projection into its linear layer and its adapter, None if it has none."""
+    """Split a projection into its linear layer and its adapter; None if it has no adapter."""
     if isinstance(projection, AdaptedLinear):
         return cast(nn.Linear, projection.base_layer), projection.adapter
     return projection, None
@@ -92,7 +92,7 @@ def parts_of(projection: Any) -> tuple[nn.Linear, Adapter | None]:
 def adapted_product(
     x_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None, adapter: Adapter | None
 ) -> Tensor:
-    """Return the output of a linear layer, with its adapter's share if it has one."""
+    """Return the output of a linear layer, plus that of its adapter if it has one."""
     out_TO = F.linear(x_TI, whole(weight_OI), bias_O)
     if adapter is not None:
         out_TO.addmm_(x_TI @ adapter.a_RI.T, adapter.b_OR.T, alpha=adapter.scale)
@@ -100,7 +100,7 @@ def adapted_product(
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """Autograd function that keeps only its input; ``x A^T`` is computed again, which is cheap."""
+    """Autograd function that keeps only its input; ``x A^T`` is recomputed, which is cheap."""
 
     @staticmethod
     def forward(
@@ -137,7 +137,7 @@ def product_backward(
     before_TI: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of input, weight and bias, each None unless ``needed``, and of A and B.
-    The gradient of the input is added to ``before_TI`` in place, if that is given.
+    The input's gradient is added to ``before_TI`` in place, if that is given.
     """
     of_input, of_weight, of_bias = needed
     of_product_TR = None if adapter is None else (gradient_TO @ adapter.b_OR).mul_(adapter.scale)
@@ -168,7 +168,7 @@ class AdapterGradient:
 
     def add(self, gradient_TO: Tensor, x_TI: Tensor) -> Tensor:
         """Add the gradients of one part of the tokens; returns the gradient of ``x A^T``, (T, R),
-        from which the caller computes the adapter's share of the input's gradient.
+        from which the caller computes the adapter's part of the input's gradient.
         """
         a_RI, b_OR, scale = self.adapter
         of_product_TR = (gradient_TO @ b_OR).mul_(scale)

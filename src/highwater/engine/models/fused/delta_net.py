@@ -2,13 +2,13 @@
 packed documents apart; ranks share it by heads, by a ring, or both.
 
 Projections are the family's own. A key head stays with the value heads that share it: Ulysses
-trades all their projections together, and a rank convolves the channels of its own heads.
+exchanges all their projections together, and a rank convolves the channels of its own heads.
 
-A ring deals the pieces of every document out to its ranks, so that causal attention is as much work
-for each (engine/parallel/sequence_layout). A state would pass from piece to piece of each document,
-4 MB a piece and layer of Qwen3.5-9B, however short documents are. So tokens are brought into the
-row's order before the projections, and back after them: each rank then has one slice of the row,
-and only one state passes from each rank to the next.
+A ring distributes chunks of every document to its ranks, so that causal attention is equal work for
+all (engine/parallel/sequence_layout). A state would be sent from chunk to chunk of each document, 4
+MB a chunk and layer of Qwen3.5-9B, however short documents are. So tokens are sent to the row's
+order before the projections, and back after them: each rank then has one slice of the row, and
+sends only one state to the next rank.
 
 Shapes:  B 1  T tokens of this rank  S tokens of the row  E hidden size  G key heads  r value heads
          of a key head  H = G r value heads  V size of a value head  C channels of the convolution
@@ -48,10 +48,10 @@ far off."""
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention with a family's parameter names, called as decoder layers call theirs."""
+    """Linear attention with a family's parameter names; decoder layers call it like their own."""
 
     def __init__(self, theirs: nn.Module, attention: Attention) -> None:
-        """Take over the parameters and children of ``theirs``."""
+        """Use the parameters and children of ``theirs`` as those of this module."""
         super().__init__()
         own: Any = theirs
         for name, parameter in theirs.named_parameters(recurse=False):
@@ -90,7 +90,7 @@ class GatedDeltaNet(nn.Module):
         return routed(out_TE, back, to_row, shared.every)[None]
 
     def _of_row(self, x_TE: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the output, (T, E), for a rank's tokens in the order of the row."""
+        """Return the output, (T, E), for this rank's tokens in the order of the row."""
         own: Any = self
         *heads_TGX, beta_TGr, rate_TGr = self._projected(x_TE)
         wide = torch.promote_types(x_TE.dtype, torch.float32)
@@ -112,8 +112,8 @@ class GatedDeltaNet(nn.Module):
         return own.out_proj(out_THV.flatten(1))
 
     def _projected(self, x_TE: Tensor) -> list[Tensor]:
-        """Return queries, keys, values and gates by key heads, TGX, then beta and the input of the
-        decay, both before their activations, TGr.
+        """Return queries, keys, values and gates by key heads, TGX, then beta and the decay's input
+        by value heads, TGr, both before their activations.
         """
         own, heads = cast(Any, self), self.heads
         keys = heads.key_size
@@ -137,8 +137,8 @@ class GatedDeltaNet(nn.Module):
         rank: int,
         degree: int,
     ) -> Tensor:
-        """Return the output of this rank's share of the heads for the whole row, or in a ring for
-        its slice of the row, SHV.
+        """Return the output of this rank's share of the heads, SHV: for the whole row, or in a ring
+        for its slice of the row.
         """
         own, heads = cast(Any, self), self.heads
         *qkv, gate_SGX = heads_SGX
@@ -162,16 +162,16 @@ class GatedDeltaNet(nn.Module):
 
 
 def _traded(tensor_TGX: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Trade all key heads of this rank's tokens for all tokens of this rank's key heads: SgX."""
+    """Exchange all key heads of this rank's tokens for all tokens of its own key heads: SgX."""
     degree = dist.get_world_size(group)
     return scatter_heads(tensor_TGX.transpose(0, 1)[None], group, degree)[0].transpose(0, 1)
 
 
 def fuse_delta_nets(causal_lm: PreTrainedModel, attention: Attention) -> None:
-    """Replace every gated DeltaNet of a family by ours, in place.
+    """Replace every gated DeltaNet of a family's model by ours, in place.
 
-    Raises ModelError for a layer that computes something else, or whose heads the ranks cannot
-    share, and MachineError if the family's class does not run, so that ours cannot be compared.
+    Raises ModelError for a layer that computes something else, and MachineError if the family's
+    class does not run, so that ours cannot be compared.
     """
     proven: set[type[nn.Module]] = set()
     for parent in list(causal_lm.modules()):
@@ -183,26 +183,15 @@ def fuse_delta_nets(causal_lm: PreTrainedModel, attention: Attention) -> None:
                 _prove(theirs, causal_lm.config)
                 proven.add(type(theirs))
             ours = GatedDeltaNet(theirs, attention)
-            _refuse_shared(ours, causal_lm.config.model_type)
+            if (ranks := ours.attention.shared.ulysses) is not None:
+                heads = ours.heads.key_heads
+                assert heads % dist.get_world_size(ranks) == 0, "such layouts are refused"
             setattr(parent, name, ours)
 
 
-def _refuse_shared(ours: GatedDeltaNet, family: str) -> None:
-    """Raise ModelError if the Ulysses degree does not divide the layer's key heads."""
-    shared, heads = ours.attention.shared, ours.heads.key_heads
-    if shared.ulysses is not None:
-        degree = dist.get_world_size(shared.ulysses)
-        if heads % degree:
-            raise ModelError(
-                f"{degree} ranks do not share the {heads} key heads of linear attention of a "
-                f"{family}",
-                hint=f"use `--ulysses` with a divisor of {heads}",
-            )
-
-
 def _prove(theirs: nn.Module, config: PreTrainedConfig) -> None:
-    """Raise ModelError unless ours gives packed documents the outputs that a small module of the
-    class gives each alone; MachineError if that class does not run.
+    """Raise ModelError unless ours gives, for packed documents, the same outputs as a small module
+    of the class for each document alone; MachineError if that class does not run.
     """
     generator = torch.Generator().manual_seed(0)
     kind: Any = type(theirs)

@@ -1,5 +1,5 @@
 """Layers that read keys and values of earlier layers, and embeddings of their own (Gemma 4): how a
-backbone hands both from layer to layer, so that a step keeps no more than the layers read.
+backbone passes both from layer to layer, so that a step keeps only tensors that layers read.
 
 Of each kind of layer, the last one that computes keys stores them, and all later layers read them.
 They stay on the GPU from that layer's forward pass until its recomputation, and their gradients, to
@@ -22,8 +22,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
 def hand_over_earlier_keys(causal_lm: PreTrainedModel) -> None:
-    """Change the class of a backbone whose layers read earlier layers' keys, in place, so that it
-    hands these over as above. Parameters keep their names, and results stay the same.
+    """Change the class of a backbone whose layers read earlier layers' keys, in place: it then
+    keeps only keys that a later layer reads. Parameters keep their names, results stay equal.
     """
     backbone: Any = getattr(causal_lm, causal_lm.base_model_prefix)
     if hasattr(backbone, "project_per_layer_inputs"):
@@ -32,10 +32,10 @@ def hand_over_earlier_keys(causal_lm: PreTrainedModel) -> None:
 
 
 class _HandsOver:
-    """Methods that go before those of the family's own backbone class."""
+    """Methods that override those of the family's own backbone class."""
 
     def forward(self, **inputs: Any) -> BaseModelOutputWithPast:
-        """Run the layers, with a new mapping for the keys and values that they share."""
+        """Run the layers with a new mapping for the keys and values that they share."""
         return cast(Any, super()).forward(**inputs, shared_kv_states=_earlier_keys())
 
     def project_per_layer_inputs(
@@ -48,8 +48,8 @@ class _HandsOver:
         return _ByLayer(joint_BTLP.unbind(2))
 
     def _maybe_slice_kv_shared_inputs(self, *of_tokens: Any, **_: Any) -> tuple[Any, ...]:
-        """Return hidden states, embeddings, positions and masks with every token: a slice, even of
-        all tokens, would copy their gradient. transformers before 5.23 slices nothing.
+        """Return hidden states, embeddings, positions and masks unsliced: slicing them, even to all
+        tokens, would copy their gradient. transformers before 5.23 slices nothing.
         """
         return of_tokens[:4]
 
@@ -66,7 +66,7 @@ class _ByLayer:
 
 
 def _earlier_keys() -> Any:
-    """Return a mapping of keys and values by kind of layer; a second store removes the entry."""
+    """Return a mapping of keys and values by kind of layer; storing again removes the entry."""
     # transformers before 5.23 hands over any UserDict, later ones their own kind
     kind: Any = getattr(cache_utils, "KVSharingDict", UserDict)
 

@@ -32,19 +32,19 @@ IMPLEMENTATION = "highwater_tiles"
 
 
 def use_tiles(experts: Any, *, tiles: int | None, untiled: Callable[..., Tensor]) -> None:
-    """Set on a family's experts the number of tiles (None: tiles of a fixed size), and the
-    implementation to use if all tokens fit one tile.
+    """Set the number of tiles on a family's experts (None: tiles of a fixed size), and the
+    implementation to use if all tokens fit in one tile.
     """
     experts.tiles, experts.untiled = tiles, untiled
 
 
 class AdaptedExperts(nn.Module):
     """Experts with an adapter on one of their parameters, by peft's names. The base layer is the
-    experts, or AdaptedExperts with an adapter on the other parameter.
+    family's experts, or AdaptedExperts with an adapter on the other parameter.
     """
 
     def __init__(self, theirs: Any, *, scale: float) -> None:
-        """Take over the children of peft's own wrapper."""
+        """Use the children of ``theirs``, peft's own wrapper, as those of this one."""
         super().__init__()
         inner = theirs.base_layer
         self.base_layer = AdaptedExperts(inner, scale=scale) if hasattr(inner, "lora_A") else inner
@@ -108,7 +108,7 @@ class _ExpertWeights(NamedTuple):
     down_b: Tensor | None = None
 
     def products(self, scale: float) -> tuple["_ExpertProduct", ...]:
-        """Return the products with gate and up, which share an adapter's A, and with down."""
+        """Return the products of gate and up, which share an adapter's A, and of down."""
         halves = (None, None) if self.gate_up_b is None else self.gate_up_b.chunk(2)
         of_each = (
             *zip(self.gate_up.chunk(2, dim=1), (self.gate_up_a,) * 2, halves, strict=True),
@@ -121,7 +121,7 @@ class _ExpertWeights(NamedTuple):
 
 
 class _ExpertProduct(NamedTuple):
-    """One matrix of every expert, with its adapter if it has one."""
+    """One matrix of every expert, with the adapter on it, if there is one."""
 
     weight_XOI: Tensor
     a_XRI: Tensor | None
@@ -138,8 +138,8 @@ class _ExpertProduct(NamedTuple):
 
 
 class _KeepExperts(torch.autograd.Function):
-    """Autograd function that passes its input on, and computes all gradients: its backward pass is
-    given the gradient of the experts' *output*.
+    """Autograd function that returns its input unchanged, and computes all gradients: it is given
+    the gradient of the experts' *output* in the backward pass.
     """
 
     @staticmethod
@@ -170,7 +170,7 @@ class _KeepExperts(torch.autograd.Function):
 
 
 class _ComputeExperts(torch.autograd.Function):
-    """Autograd function that computes the output, keeps nothing, and passes the gradient on."""
+    """Autograd function that computes the output, keeps nothing, and returns the gradient as is."""
 
     @staticmethod
     def forward(
@@ -197,7 +197,7 @@ class _ComputeExperts(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _ExpertCopies:
-    """Copies of a tile's tokens, sorted by the experts that they go to."""
+    """Copies of a tile's tokens, one for each chosen expert, sorted by expert."""
 
     order_S: Tensor
     """Index that each copy had before sorting, token after token."""
@@ -209,7 +209,7 @@ class _ExpertCopies:
 
     @staticmethod
     def of(chosen_tK: Tensor, experts: int) -> "_ExpertCopies":
-        """Sort the copies of a tile's tokens."""
+        """Sort the copies of a tile's tokens by expert."""
         expert_S, order_S = chosen_tK.flatten().sort()
         numbers = torch.arange(max(experts, len(order_S)), device=order_S.device)
         place_S = torch.empty_like(order_S).scatter_(0, order_S, numbers[: len(order_S)])
@@ -218,8 +218,8 @@ class _ExpertCopies:
 
 
 class _ExpertSums:
-    """Gradients of the weights that need one, summed over tiles in float32 or wider; a tile's share
-    is rounded to the weights' dtype, as the gradient over all tokens would be.
+    """Gradients of weights, summed over tiles in float32 or wider; a tile's gradient is rounded to
+    the weights' dtype, as a gradient over all tokens would be.
     """
 
     def __init__(self, weights: _ExpertWeights, needed: Sequence[bool]) -> None:
@@ -231,20 +231,20 @@ class _ExpertSums:
         ]
 
     def add_into(self, part: int, product: _ExpertProduct, *given: Tensor) -> None:
-        """Add a tile's share for gate (part 0) or up (1); ``given``: the gradient of the product,
-        its input, and the index past each expert's last copy.
+        """Add a tile's gradients for gate (part 0) or up (1); ``given``: the gradient of the
+        product, its input, and the index after each expert's last copy.
         """
         weight, _, a, b, *_ = self._sums
         weight = None if weight is None else weight.chunk(2, dim=1)[part]
         _add(product, weight, a, None if b is None else b.chunk(2)[part], *given)
 
     def add_out(self, product: _ExpertProduct, *given: Tensor) -> None:
-        """Add a tile's share for down; ``given`` is as in ``add_into``."""
+        """Add a tile's gradients for down; ``given`` is as in ``add_into``."""
         _, weight, _, _, a, b = self._sums
         _add(product, weight, a, b, *given)
 
     def totals(self) -> list[Tensor | None]:
-        """Return the gradients in the weights' dtype and order, None for a weight without one."""
+        """Return the gradients in the weights' dtype and order; None for frozen weights."""
         for number, each in enumerate(self._sums):  # freed before the next one is rounded
             self._sums[number] = None if each is None else each.to(self._dtype)
         return self._sums
@@ -272,7 +272,7 @@ def _add(
 
 
 def _tile_forward(tile: tuple[Tensor, ...], products: tuple[_ExpertProduct, ...]) -> None:
-    """Write the output of one tile."""
+    """Compute the experts' output of one tile into its last tensor."""
     x_tE, chosen_tK, weights_tK, out_tE = tile
     *into, out = products
     copies = _ExpertCopies.of(chosen_tK, len(out.weight_XOI))
@@ -293,7 +293,7 @@ def _tile_forward(tile: tuple[Tensor, ...], products: tuple[_ExpertProduct, ...]
 def _tile_backward(
     tile: tuple[Tensor, ...], products: tuple[_ExpertProduct, ...], sums: _ExpertSums
 ) -> None:
-    """Compute the gradients of one tile, whose products are computed again and overwritten."""
+    """Compute the gradients of one tile; its products are recomputed and overwritten."""
     x_tE, chosen_tK, weights_tK, gradient_tE, x_gradient_tE, weights_gradient_tK = tile
     *into, out = products
     copies = _ExpertCopies.of(chosen_tK, len(out.weight_XOI))
@@ -326,7 +326,7 @@ def _tile_backward(
 def _input_gradient(
     products: Sequence[_ExpertProduct], gradients: list[Tensor], end_X: Tensor
 ) -> Tensor:
-    """Return the gradient of the input that all ``products`` have; they share an adapter's A. The
+    """Return the gradient of the common input of all ``products``, which share an adapter's A. The
     products' ``gradients`` are freed one after another.
     """
     total_SI = total_SR = None

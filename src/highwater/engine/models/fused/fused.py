@@ -1,12 +1,12 @@
-"""Fused modules: replace modules of a family by our own if a small proof shows that both compute
-the same.
+"""Fused modules: replace modules of a family by our own if a small test shows that both compute the
+same.
 
 A family's RMS norm is a dozen elementwise kernels with float32 copies of its input; PyTorch's is
-one kernel each way that keeps the input and one number per row. Ours normalises and rotates all
+one kernel each way that keeps the input and one value per row. Ours normalises and rotates all
 heads in two kernels, a family in a dozen (engine/models/fused/rotary_attention.py). A gated MLP
 keeps only its input (engine/models/fused/gated_mlp.py), and so do experts in tiles (experts.py).
 
-Proofs run small modules of the family's own classes on random numbers, on the CPU.
+The tests ("proofs") run small modules of the family's classes on random input, on the CPU.
 """
 
 import copy
@@ -35,8 +35,8 @@ _PROOF_ATTENTION = "highwater_proof"
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every RMS norm that equals ours, in place, also one of a family that adds 1 to the
-    weight; returns how many were replaced. Parameters keep their names.
+    """Replace every RMS norm that ours can compute, also one of a family that adds 1 to the weight,
+    in place; returns the number replaced. Parameters keep their names.
     """
     added_by = cache(_added_to_the_weight)  # norms of one class and epsilon share one proof
     count = 0
@@ -55,7 +55,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    """Return the epsilon of a module that has the name and weight of an RMS norm; else None."""
+    """Return the epsilon of a module with an RMS norm's name and weight; None for others."""
     if not type(module).__name__.endswith("RMSNorm") or isinstance(module, nn.RMSNorm):
         return None
     weight_alone = [name for name, _ in module.named_parameters()] == ["weight"]
@@ -66,7 +66,7 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def _added_to_the_weight(kind: type[nn.Module], eps: float) -> float | None:
-    """Return the number, 0 or 1, that a class of norms adds to its weight: the one with which ours
+    """Return the number, 0 or 1, that a class of norms adds to its weight: that with which ours
     equals a small norm of the class on inputs of many magnitudes. None if neither does.
     """
     try:
@@ -88,7 +88,7 @@ def _added_to_the_weight(kind: type[nn.Module], eps: float) -> float | None:
 
 class RmsNorm(nn.RMSNorm):
     """PyTorch's RMS norm on a GPU; on the CPU, and if a number is added to the weight, our own
-    (engine/kernels/norm.py): PyTorch's would be a dozen operators with copies in float32.
+    (engine/kernels/norm.py), as PyTorch's would be a dozen operators with float32 copies.
     """
 
     def __init__(self, size: int, *, added: float = 0.0, **how: Any) -> None:
@@ -98,7 +98,7 @@ class RmsNorm(nn.RMSNorm):
 
     @property
     def scale(self) -> Tensor:
-        """Factors of a row's numbers: the weight, plus ``added`` in float32 or wider."""
+        """Factors of a row's elements: the weight, plus ``added`` in float32 or wider."""
         if not self.added:
             return self.weight
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.added
@@ -111,9 +111,9 @@ class RmsNorm(nn.RMSNorm):
 
 
 def fuse_attentions(model: nn.Module) -> int:
-    """Replace every attention that RotaryAttention equals, in place; returns how many it replaced.
+    """Replace every attention that RotaryAttention can compute, in place; returns the number.
 
-    Parameters keep their names. Call it after ``fuse_norms``. Each attention is proven by itself:
+    Parameters keep their names. Call it after ``fuse_norms``. Each attention is tested by itself:
     layers of one class may differ, like those without positions.
     """
     count = 0
@@ -127,7 +127,7 @@ def fuse_attentions(model: nn.Module) -> int:
 
 
 def _has_projected_heads(module: nn.Module) -> bool:
-    """True if a module has exactly a RotaryAttention's children, and no parameters of its own."""
+    """True if a module has exactly RotaryAttention's children, and no own parameters."""
     children = dict(module.named_children())
     known = (set(PROJECTIONS), {*PROJECTIONS, *NORMS})
     if isinstance(module, RotaryAttention) or set(children) not in known:
@@ -142,7 +142,7 @@ def _has_projected_heads(module: nn.Module) -> bool:
 
 
 def _proven_features(module: nn.Module) -> dict[str, Any] | None:
-    """Return the keywords that a module gives its attention, if a small copy equals ours."""
+    """Return the keywords that a module passes to attention if a small copy equals ours."""
     generator = torch.Generator().manual_seed(0)
     size, tokens = PROOF_SIZE // _PROOF_HEADS, 16
     theirs: Any = copy.copy(module)
@@ -172,8 +172,8 @@ def _proven_features(module: nn.Module) -> dict[str, Any] | None:
 def _features_of_equals(
     theirs: nn.Module, inputs: Tensor, positions: tuple[Tensor, Tensor]
 ) -> dict[str, Any] | None:
-    """Return the keywords that ``theirs`` gives its attention function, if a RotaryAttention of its
-    parts gives the function the same heads and keywords, and has the same output; else None.
+    """Return the keywords that ``theirs`` passes to its attention function, if a RotaryAttention of
+    its children passes equal heads and keywords, and gives equal output; else None.
     """
     seen: list[tuple[list[Tensor], dict[str, Any]]] = []
 
@@ -224,7 +224,7 @@ def _small_child(name: str, child: nn.Module, size: int, generator: torch.Genera
 
 
 def _random(small: ModuleT, generator: torch.Generator) -> ModuleT:
-    """Fill a module's parameters with random numbers and return it."""
+    """Fill a module's parameters with random values, and return the module."""
     with torch.no_grad():
         for parameter in small.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
@@ -232,7 +232,7 @@ def _random(small: ModuleT, generator: torch.Generator) -> ModuleT:
 
 
 def fuse_mlps(model: nn.Module, *, tiles: int | None) -> int:
-    """Replace every MLP that GatedMlp equals, in place; returns how many were replaced.
+    """Replace every MLP that GatedMlp can compute, in place; returns the number replaced.
 
     Parameters keep their names. ``tiles`` is as in GatedMlp.
     """
@@ -268,7 +268,7 @@ def _projections(module: nn.Module) -> dict[str, nn.Linear] | None:
 
 
 def _computes_gated_mlp(module: nn.Module, projections: dict[str, nn.Linear]) -> bool:
-    """True if a small MLP of this kind equals a small GatedMlp on random numbers."""
+    """True if a small MLP of this kind equals a small GatedMlp on random input."""
     generator = torch.Generator().manual_seed(0)
     small = {name: _small(name, linear, generator) for name, linear in projections.items()}
     theirs = copy.copy(module)
@@ -294,8 +294,8 @@ def _small(name: str, linear: nn.Linear, generator: torch.Generator) -> nn.Linea
 
 
 def tile_experts(model: PreTrainedModel, *, tiles: int | None) -> int:
-    """Compute experts of a family in ``TILED_EXPERTS`` in tiles, if these equal the family's own,
-    in place; returns how many modules were changed. ``tiles`` is as in expert_tile_tokens.
+    """Compute experts of a family in ``TILED_EXPERTS`` in tiles, if that equals the family's own
+    result, in place; returns the number of changed modules. ``tiles`` as in expert_tile_tokens.
     """
     found: list[Any] = [each for each in model.modules() if hasattr(each, "gate_up_proj")]
     found = [each for each in found if isinstance(each.gate_up_proj, nn.Parameter)]
@@ -311,7 +311,7 @@ def tile_experts(model: PreTrainedModel, *, tiles: int | None) -> int:
 
 
 def _computes(experts: Any) -> bool:
-    """True if small experts of this kind give the same in tiles as without, on random numbers."""
+    """True if small experts of this kind give equal outputs with and without tiles."""
     small, call = small_experts(experts)
     with torch.no_grad():
         expected, ours = small.untiled(small, *call), experts_output(small, *call)
@@ -319,8 +319,8 @@ def _computes(experts: Any) -> bool:
 
 
 def small_experts(experts: Any) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
-    """Return three small experts of this kind, in tiles, with random numbers, and arguments to call
-    them with: tokens, the experts of each token, and their weights.
+    """Return a module of three small experts of this kind, in tiles, with random weights; and
+    arguments to call it with: tokens, the experts of each token, and their weights.
     """
     generator = torch.Generator().manual_seed(0)
     small = copy.copy(experts)

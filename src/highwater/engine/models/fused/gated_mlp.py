@@ -1,11 +1,11 @@
 """Gated MLP, ``down(silu(gate(x)) * up(x))``, which keeps only its input for the backward pass.
 
-The MLP never holds its products for all tokens. Tokens are computed in tiles: in the forward pass a
-tile's products are dropped; in the backward pass they are computed again and overwritten by their
-gradients. With recomputation this costs nothing: a layer's recomputation ends at the last tensor
-that was kept, here the MLP's input, so that gate and up are computed as often as without tiles.
-Adapters of its projections use the same tiles. A frozen weight has no gradient and may be packed
-(nf4.py): it is unpacked for each product of a tile, one weight at a time.
+Products are never held for all tokens. Tokens are computed in tiles: in the forward pass a tile's
+products are freed; in the backward pass they are recomputed and overwritten by their gradients.
+With recomputation this costs nothing: a layer's recomputation ends at the last tensor that was
+kept, here the MLP's input, so that gate and up are computed as often as without tiles. Adapters of
+its projections use the same tiles. A frozen weight has no gradient and may be packed (nf4.py): it
+is unpacked for each product of a tile, one weight at a time.
 
 Shapes:  T tokens  t tokens of one tile  E hidden size  F intermediate size  R rank of an adapter
 """
@@ -33,13 +33,13 @@ _ROWS = 128
 
 
 class GatedMlp(nn.Module):
-    """MLP of a decoder layer, with the family's own parameter names."""
+    """Gated MLP of a decoder layer, with the family's own parameter names."""
 
     def __init__(self, projections: dict[str, nn.Linear], *, tiles: int | None) -> None:
-        """Take over ``projections``, by name: ``down_proj``, ``gate_proj`` and ``up_proj``.
+        """Use ``projections`` as children, by name: ``down_proj``, ``gate_proj`` and ``up_proj``.
 
-        ``gate_up_proj`` may stand for the latter two. ``tiles`` is the number of tiles; None: as
-        many as keep a tile's product within ``TILE_BYTES``.
+        ``gate_up_proj`` may replace the latter two. ``tiles`` is the number of tiles; None: as many
+        as keep a tile's product within ``TILE_BYTES``.
         """
         super().__init__()
         for name, projection in projections.items():
@@ -83,7 +83,7 @@ class GatedMlp(nn.Module):
 
 
 def tile_rows(x_TE: Tensor, width: int, *, tiles: int | None) -> int:
-    """Return the tokens of one tile of an MLP of this width; the last tile may be smaller."""
+    """Return the number of tokens in a tile of an MLP of this width; the last may have fewer."""
     if tiles is not None:
         return max(1, -(-len(x_TE) // tiles))
     row_bytes = width * x_TE.element_size()
@@ -112,10 +112,10 @@ class _Weights(NamedTuple):
 
 
 class _Keep(torch.autograd.Function):
-    """Autograd function that passes its input on, and computes all gradients.
+    """Autograd function that returns its input unchanged, and computes all gradients.
 
-    Its backward pass is given the gradient of the MLP's *output*, and returns the gradients of
-    input and parameters.
+    In the backward pass it is given the gradient of the MLP's *output*, and returns the gradients
+    of input and parameters.
     """
 
     @staticmethod
@@ -140,7 +140,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Compute(torch.autograd.Function):
-    """Autograd function that computes the MLP, keeps nothing, and passes the gradient to _Keep."""
+    """Autograd function that computes the MLP, keeps nothing, and returns the gradient to _Keep."""
 
     @staticmethod
     # It keeps nothing in ctx.
@@ -159,7 +159,7 @@ class _Compute(torch.autograd.Function):
 
 
 class _Sums:
-    """Gradients of all weights, biases and adapters that have one, summed over tiles."""
+    """Gradients of trained weights, biases and adapters, summed over tiles."""
 
     def __init__(self, weights: _Weights, scale: float, needed: Sequence[bool]) -> None:
         self.scale, self.dtype = scale, weights.down_EF.dtype
@@ -176,7 +176,7 @@ class _Sums:
         self._adapters = [None if each is None else AdapterGradient(each) for each in adapters]
 
     def add(self, index: int, gradient: Tensor, of: Tensor) -> Tensor | None:
-        """Add a tile's share to projection ``index``; returns the gradient of ``x A^T``, if any."""
+        """Add a tile's gradient to projection ``index``; returns that of ``x A^T``, if adapted."""
         matrix, bias, adapter = self._matrices[index], self._biases[index], self._adapters[index]
         if matrix is not None:
             matrix.add(gradient, of)
@@ -185,7 +185,7 @@ class _Sums:
         return None if adapter is None else adapter.add(gradient, of)
 
     def totals(self) -> list[Tensor | None]:
-        """Return the gradients in the order of the weights, None for weights without one."""
+        """Return the gradients in the order of the weights; None for frozen weights."""
         of_adapters = ((None, None) if each is None else each.totals() for each in self._adapters)
         return [
             *(None if each is None else each.total() for each in self._matrices),
@@ -195,7 +195,7 @@ class _Sums:
 
 
 def _tile_forward(x_tE: Tensor, out_tE: Tensor, weights: _Weights, scale: float) -> None:
-    """Write the output of one tile."""
+    """Compute the MLP's output of one tile into ``out_tE``."""
     product_tF, up_tF = (adapted_product(x_tE, *weights.projection(i, scale)) for i in (0, 1))
     gate_kernels.product_(product_tF, up_tF)
     down_EF, bias_E, adapter = weights.projection(2, scale)
@@ -209,7 +209,7 @@ def _tile_forward(x_tE: Tensor, out_tE: Tensor, weights: _Weights, scale: float)
 def _tile_backward(
     x_tE: Tensor, gradient_tE: Tensor, x_gradient_tE: Tensor, weights: _Weights, sums: _Sums
 ) -> None:
-    """Compute the gradients of one tile, whose products are computed again and overwritten."""
+    """Compute the gradients of one tile; its products are recomputed and overwritten."""
     gate_tF, up_tF = (adapted_product(x_tE, *weights.projection(i, sums.scale)) for i in (0, 1))
     # holds the product's gradient; backward_ overwrites it with the product
     product_tF = gradient_tE @ whole(weights.down_EF)

@@ -1,11 +1,11 @@
 """Head groups: a layer's attention, computed for some of its key/value heads at a time.
 
-Queries, keys and values, their rotated copies, and the memory of the kernel's backward pass are
-alive for one group of heads. Kept for the backward pass are the input, and attention's output with
-its log-sum-exps, so that the kernel does not run forward again; queries, keys and values are
-projected once more. Products over all heads stay whole, as without groups: the output projection,
-and the gradients of input, weights, biases and adapters, from the groups' gradients side by side.
-Only the gradients of the heads' norms are summed over groups, in float32.
+Queries, keys and values, their rotated copies, and the kernel's backward buffers exist for one
+group of heads at a time. Kept for the backward pass are the input, and attention's output with its
+log-sum-exps, so that the kernel does not run forward again; queries, keys and values are projected
+again. Products over all heads stay whole, as without groups: the output projection, and the
+gradients of input, weights, biases and adapters, from the concatenated gradients of groups. Only
+the gradients of the heads' norms are summed over groups, in float32.
 
 Shapes:  B 1  T tokens  E hidden size  D head size  I inputs  R rank of an adapter  O outputs of a
          projection, or a group's share of them
@@ -40,7 +40,7 @@ def attention_in_groups(
     *,
     groups: int,
 ) -> Tensor:
-    """Return a layer's attention output, BTE; ``projections`` are q, k, v and output, in order."""
+    """Return a layer's attention output, BTE; ``projections``: q, k, v, output, in this order."""
     pairs = [parts_of(projection) for projection in projections]
     scale = next((adapter.scale for _, adapter in pairs if adapter is not None), 1.0)
     flat = (
@@ -59,7 +59,7 @@ class _Plan(NamedTuple):
     attend: AttendHeads
 
     def share(self, group: int, size: int) -> slice:
-        """Return the slice that a group has of a dimension of all heads with this size."""
+        """Return a group's slice of a dimension of ``size`` over all heads."""
         return slice(group * size // self.groups, (group + 1) * size // self.groups)
 
 
@@ -95,7 +95,7 @@ def _projections(plan: _Plan, flat: Sequence[Any]) -> Iterator[_Projection]:
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd function over all groups."""
+    """Autograd function of attention over all head groups."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, x_TE: Tensor, *tensors: Any) -> Tensor:

@@ -1,5 +1,5 @@
-"""NF4: frozen weights in four bits a number, as bitsandbytes packs them (QLoRA, Dettmers et al.,
-https://arxiv.org/abs/2305.14314). Each block of 64 numbers has a scale, itself stored in 8 bits.
+"""NF4: frozen weights of four bits an element, as bitsandbytes packs them (QLoRA, Dettmers et al.,
+https://arxiv.org/abs/2305.14314). Each block of 64 elements has a scale, itself stored in 8 bits.
 
 A weight is packed once, from its compute dtype, and unpacked for each product that uses it:
 forward, in the recomputation and backward. The unpacked weight is not kept in between.
@@ -20,7 +20,7 @@ from highwater.nouns.objective import NF4_BLOCK, NF4_SCALE_BLOCK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nf4Weight:
-    """A weight of O x I numbers in NF4, or some of its rows."""
+    """A weight of O x I elements in NF4, or some of its rows."""
 
     codes: Tensor
     """Packed numbers in row order, two in a byte."""
@@ -39,7 +39,7 @@ class Nf4Weight:
     """Rows that this stands for, None: all; ``codes`` has all rows, and all are unpacked."""
 
     def whole(self) -> Tensor:
-        """Return the unpacked numbers, of shape O x I."""
+        """Return the unpacked elements, of shape O x I."""
         operators = torch.ops.bitsandbytes
         # bitsandbytes has no float64, which only tests use
         dtype = torch.float32 if self.dtype is torch.float64 else self.dtype
@@ -57,12 +57,12 @@ Weight = Tensor | Nf4Weight
 
 
 def whole(weight: Weight) -> Tensor:
-    """Return a weight's numbers, unpacked if need be."""
+    """Return a weight as a tensor, unpacked if it is in NF4."""
     return weight if isinstance(weight, Tensor) else weight.whole()
 
 
 def as_tensor(weight: Weight | None) -> Tensor | None:
-    """Return a plain weight, for autograd to save; None if it is packed, and has no gradient."""
+    """Return a plain weight, for autograd to save; None if it is NF4, as that has no gradient."""
     return weight if isinstance(weight, Tensor) else None
 
 
@@ -119,14 +119,14 @@ class Nf4Linear(nn.Linear):
     """A frozen linear layer, whose weight is in NF4 after ``pack``."""
 
     def __init__(self, theirs: nn.Linear) -> None:
-        """Take over the parameters of a linear layer."""
+        """Use the parameters of a linear layer as those of this one."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = theirs.in_features, theirs.out_features
         self.weight, self.bias = theirs.weight, theirs.bias
         self.nf4: Nf4Weight | None = None
 
     def pack(self, table: Tensor) -> None:
-        """Pack the weight, and free the unpacked one."""
+        """Pack the weight into NF4, and free the unpacked weight."""
         self.nf4 = packed(self.weight.detach(), table)
         del self.weight
 
@@ -139,7 +139,7 @@ class Nf4Linear(nn.Linear):
 
 
 def weight_of(linear: nn.Linear) -> Weight:
-    """Return the weight of a linear layer as stored, plain or packed."""
+    """Return the weight of a linear layer as stored: plain or NF4."""
     if isinstance(linear, Nf4Linear) and linear.nf4 is not None:
         return linear.nf4
     return linear.weight
@@ -159,8 +159,8 @@ class _Nf4Product(torch.autograd.Function):
 
 
 def prepare(causal_lm: nn.Module, head: nn.Module | None) -> None:
-    """Replace every frozen linear layer except the head, in a model without storage, by one that
-    can be packed; in place. Raises MachineError without bitsandbytes.
+    """Replace every frozen linear layer except the head, in a model on meta, by a layer that can be
+    packed; in place. Raises MachineError without bitsandbytes.
     """
     _bitsandbytes()
     for parent in list(causal_lm.modules()):
@@ -177,7 +177,7 @@ def pack(unit: nn.Module, table: Tensor) -> None:
 
 
 def scale_table(device: torch.device) -> Tensor:
-    """Return bitsandbytes' table on ``device``: 256 numbers, the value of each scale byte."""
+    """Return bitsandbytes' table on ``device``: the values of the 256 scale bytes."""
     return cast(Tensor, _bitsandbytes().functional.create_dynamic_map()).to(device)
 
 

@@ -1,4 +1,4 @@
-"""Rotary attention: a decoder layer's attention in which norm and rotation are one fused pass.
+"""Rotary attention: a decoder layer's attention with norm and rotation in one fused pass.
 
 Projections are the family's own, and the attention function is the one that the config names.
 
@@ -25,12 +25,12 @@ NORMS = ("q_norm", "k_norm")
 
 
 class RotaryAttention(nn.Module):
-    """Attention with a family's parameter names, called as its decoder layers call their own."""
+    """Attention with a family's parameter names; decoder layers call it like their own."""
 
     def __init__(self, theirs: nn.Module, features: dict[str, Any]) -> None:
-        """Take over the children of ``theirs``, and the attributes that attention functions read.
+        """Use the children of ``theirs``, and copy the attributes that attention functions read.
 
-        ``features`` are the keywords that ``theirs`` gives its attention function, except dropout.
+        ``features``: keywords that ``theirs`` passes to its attention function, except dropout.
         """
         super().__init__()
         own: Any = theirs
@@ -106,8 +106,8 @@ class RotaryAttention(nn.Module):
         return attention_in_groups(hidden, weights, projections, attend_group, groups=groups)
 
     def _groups(self, tokens: int, layout: SequenceLayout | None) -> int:
-        """Return the number of groups to compute: ``self.groups``, or the next larger number with
-        which a group's queries have fewer than MOST_NUMBERS numbers, if there is one.
+        """Return the number of head groups: ``self.groups``, or the next larger number at which a
+        group's queries have fewer than MOST_NUMBERS elements, if there is one.
         """
         keys = parts_of(self.k_proj)[0].out_features
         shared = 1 if layout is None else layout.ulysses_degree
@@ -132,7 +132,7 @@ class RotaryAttention(nn.Module):
 
 
 class _Rotate(torch.autograd.Function):
-    """Autograd function of engine/kernels/rotary.py; for a norm keeps input and 1 number a head."""
+    """Autograd function of engine/kernels/rotary.py; for a norm keeps input and 1 value a head."""
 
     @staticmethod
     def forward(
