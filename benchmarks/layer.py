@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 
 from highwater.engine.attention.dense import select_kernel
 from highwater.engine.attention.registry import register
-from highwater.engine.bench.attention.measurement import environment
 from highwater.engine.data.batches import Batch, Document, pack
 from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
@@ -38,6 +37,7 @@ from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.step import Training, backward_of
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
+from process_environment import environment
 
 LAYERS = 2
 VOCABULARY = 1024

@@ -31,13 +31,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from highwater.engine.bench.attention.measurement import environment
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.models.loss import token_statistics
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.collectives import gather_rows
 from highwater.nouns.environment import STORE_VARIABLE
 from highwater.nouns.settings import Loss
+from process_environment import environment
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 """Norm-relative tolerance against float64; bfloat16 keeps 8 bits, and rounds logits and their

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from highwater.engine.bench.attention.measurement import environment
 from highwater.engine.models.loss import token_statistics
 from highwater.nouns.settings import Loss
+from process_environment import environment
 
 VOCABULARY = 151_936
 HIDDEN = 1024

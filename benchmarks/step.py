@@ -29,7 +29,6 @@ from torch import Tensor
 from highwater.engine.activations.host import HostActivations
 from highwater.engine.attention.dense import select_kernel
 from highwater.engine.attention.registry import register
-from highwater.engine.bench.attention.measurement import environment
 from highwater.engine.data.batches import UNTRAINED, Document, pack
 from highwater.engine.models.build import build, read_config
 from highwater.engine.parallel import mesh as process_mesh
@@ -46,6 +45,7 @@ from highwater.nouns.settings import HOST_SHARE, Activations, Loss, Recompute
 from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.units import parse_bytes
 from peers import HuggingFacePeer, LigerPeer, LoraPeer
+from process_environment import environment
 
 LOSS_TOLERANCE = 5e-4
 """Relative tolerance of losses.

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from highwater.engine.bench.attention.measurement import environment
 from highwater.nouns.codec import CONFIG_BYTES, read_file
+from process_environment import environment
 from step import CONTENDERS, TimedStep, same_weights, sequences_of
 
 KINDS: Mapping[str, str] = {

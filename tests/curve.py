@@ -16,6 +16,7 @@ from highwater.engine.training.step import Training, train_step
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
+from tiny_models import sized
 
 STEPS = 200
 HYPERPARAMETERS = Hyperparameters(learning_rate=1e-4)
@@ -30,17 +31,8 @@ MICRO_BATCHES = 2
 def save_model(folder: Path, *, times: int = 1) -> str:
     """A tiny model for bytes, in float32, or one so many times as wide."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=256,
-        hidden_size=32 * times,
-        intermediate_size=64 * times,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
+    sizes = sized(256, 32 * times, 2, (4, 2), intermediate_size=64 * times, head_dim=32)
+    config = Qwen3Config(**sizes, max_position_embeddings=256, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return str(folder)
 

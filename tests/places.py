@@ -1,11 +1,12 @@
-"""Machines, models, questions and scripts that tests of the control plane share."""
+"""Machines, models, questions, scripts and commands that tests of the control plane share."""
 
 import importlib.util
 import json
 import math
 import re
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,11 @@ def script(path: Path) -> ModuleType:
     return module
 
 
+def captured(command: Sequence[str | Path], **how: Any) -> subprocess.CompletedProcess[str]:
+    """What a command says on both streams, and how it ends."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, **how)
+
+
 def write_safetensors(
     path: Path,
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
@@ -49,11 +55,8 @@ def write_safetensors(
     header, data = {}, b""
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * int(re.sub(r"^[A-Z]+(\d+).*", r"\1", dtype)) // 8
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [len(data), len(data) + size],
-        }
+        offsets = [len(data), len(data) + size]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
         data += bytes([(fill or {}).get(name, 0)]) * size
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -86,15 +89,5 @@ def machine_with(count: int, **changes: Any) -> Machine:
 
 def question_of(**settings: Any) -> Question:
     """A question about Qwen3-0.6B on a simulated GPU with 80 GiB."""
-    return plan(
-        request_from(
-            {
-                "model": "Qwen3-0.6B",
-                "device": "cuda",
-                "memory": "80GiB",
-                "dry_run": True,
-                **settings,
-            }
-        ),
-        NO_GPU,
-    ).question
+    usual = {"model": "Qwen3-0.6B", "device": "cuda", "memory": "80GiB", "dry_run": True}
+    return plan(request_from(usual | settings), NO_GPU).question

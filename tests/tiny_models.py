@@ -6,39 +6,20 @@ from typing import Any
 
 from highwater.model.model import Model, load_model
 
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 192,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
-SMALLEST = {
-    **TINY,
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 64,
-    "max_position_embeddings": 32_768,
-}
+
+def sized(
+    vocabulary: int, width: int, layers: int, heads: tuple[int, int], **fields: Any
+) -> dict[str, Any]:
+    """The fields of these sizes, with heads of queries and of keys; others go by their own name."""
+    sizes = {"vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers}
+    return {**sizes, "num_attention_heads": heads[0], "num_key_value_heads": heads[1], **fields}
+
+
+TINY = {"model_type": "qwen3", "head_dim": 16, "intermediate_size": 192}
+TINY |= {"max_position_embeddings": 4096, "tie_word_embeddings": True, **sized(1000, 64, 2, (4, 2))}
+SMALLEST = TINY | sized(512, 32, 1, (2, 1), intermediate_size=64, max_position_embeddings=32_768)
 """Its training steps take no time."""
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+SIZES = sized(64, 32, 2, (4, 2), intermediate_size=48, head_dim=8, max_position_embeddings=64)
 """Of any family, where every number of a model is compared."""
 OF_OTHERS = {
     **TINY,
@@ -52,14 +33,7 @@ OF_OTHERS = {
     "eos_token_id": 1,
 }
 """As other trainers read it: nothing is left to a default."""
-WIDE_HEADS = {
-    **TINY,
-    "hidden_size": 1024,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 4096,
-}
+WIDE_HEADS = TINY | sized(1000, 1024, 2, (8, 4), head_dim=128, intermediate_size=4096)
 """With heads as large models have them."""
 
 

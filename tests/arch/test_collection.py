@@ -2,11 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from fnmatch import fnmatch
 from itertools import takewhile
 from pathlib import Path
+
+from places import captured
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,14 +57,7 @@ def test_pages_are_never_passed_over_in_silence(tmp_path):
     here = {"PATH": str(tmp_path), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     words = ("-m", "pytest", "-n", "0", "-q", "-m", "pages", "-k", "what_is_dark")
     one_of_them = "tests/pages/test_guide_in_a_browser.py"
-    done = subprocess.run(
-        [sys.executable, *words, one_of_them],
-        cwd=ROOT,
-        env=here,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured([sys.executable, *words, one_of_them], cwd=ROOT, env=here)
     assert done.returncode == 1
     assert "`apt-get install chromium`" in done.stdout or "`make test-pages`" in done.stdout
     assert "skipped" not in done.stdout

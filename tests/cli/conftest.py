@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from fork_server import COMMANDS, TESTS, ForkServer
+from places import captured
 from tiny_models import write_model
 
 BIN = Path(sys.executable).parent
@@ -85,14 +86,7 @@ def run(tmp_path: Path, forked: Run, forked_without_the_hub: Run) -> Run:
 def installed(
     program: str, *words: str, cwd: Path, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [BIN / program, *words],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    return captured([BIN / program, *words], cwd=cwd, env=environment, timeout=TIMEOUT_S)
 
 
 @pytest.fixture

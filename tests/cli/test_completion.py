@@ -17,6 +17,7 @@ from conftest import BIN, SIMULATED, TIMEOUT_S, Run, installed
 
 from highwater.cli.flags import Shell
 from highwater.cli.grammar import COMMANDS, commands
+from places import captured
 from tables import table
 
 WITHIN_S = 60
@@ -52,12 +53,10 @@ def test_the_line_of_the_help_keeps_a_script_in_a_home_that_has_nothing(tmp_path
 
 def offered(folder: Path, typed: str) -> set[str]:
     *words, last = typed.split(" ")
-    done = subprocess.run(
+    done = captured(
         ["bash", "--norc", "-c", _OFFER, "bash", last],
         input="".join(f"{word}\n" for word in words),
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=WITHIN_S,
     )
     assert done.stderr == ""
@@ -133,12 +132,10 @@ def _read_until(terminal: int, awaited: str) -> str:
 def test_fish_completes(highwater, tmp_path, typed, completions):
     (tmp_path / "script").write_text(highwater("completion", "fish").stdout)
     asked = f"source script; complete -C {shlex.quote(f'highwater {typed}')}"
-    done = subprocess.run(
+    done = captured(
         ["fish", "--no-config", "-c", asked],
         cwd=tmp_path,
         env={**os.environ, "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
         timeout=WITHIN_S,
     )
     found = {line.partition("\t")[0] for line in done.stdout.splitlines()}

@@ -16,6 +16,7 @@ import pytest
 from conftest import HERE, SIMULATED, TIMEOUT_S, refusal
 
 from fork_server import ForkServer
+from places import captured
 from tables import deep, table
 
 PREDICT = ("predict", "Qwen3-0.6B", "--gpus", "A100-80GB")
@@ -111,12 +112,10 @@ FIND = ("highwater", "find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/m/study-
 def in_a_shell(
     directory: Path, words: tuple[str, ...], redirected: str
 ) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
+    return captured(
         ["bash", "-c", f'"$@" {redirected}', "sh", *words],
         cwd=directory,
         env={**os.environ, **HERE},
-        capture_output=True,
-        text=True,
     )
 
 
@@ -177,13 +176,11 @@ UNPRIVILEGED = (
 
 
 def by_hostile(directory: Path, *which: str) -> Any:
-    done = subprocess.run(
+    done = captured(
         [*UNPRIVILEGED, sys.executable, str(HOSTILE), *which],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": f"{HOSTILE.parent}:{HOSTILE.parents[1]}"},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
     )
     (directory / "locked").chmod(0o700)
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 import highwater
+from places import captured
 from tables import deep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,12 +34,7 @@ FETCHED = re.compile(
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("documents")
-    done = subprocess.run(
-        [sys.executable, DOCS / "generate.py", directory],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-    )
+    done = captured([sys.executable, DOCS / "generate.py", directory], cwd=directory)
     assert done.returncode == 0, done.stderr
     return directory
 
@@ -72,13 +67,10 @@ def test_the_site_builds_strictly_and_fetches_nothing_when_it_is_read(tmp_path):
     site = tmp_path / "site"
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     environment |= {} if deep(1) else {"HIGHWATER_SITE_MODELS": "Qwen3-0.6B"}
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site],
         cwd=ROOT,
         env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     pages = {path.relative_to(site): path.read_text() for path in site.rglob("*.html")}

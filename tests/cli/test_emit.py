@@ -175,14 +175,6 @@ def test_trainers_of_rollouts_are_written_for_grpo_which_may_be_named(highwater,
     assert "no words for --objective dpo" in problem
 
 
-@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "trl", "verl"])
-def test_without_a_length_the_command_with_one_is_the_hint(highwater, target):
-    asked = ("emit", "Qwen3-0.6B", "--for", target, "--gpus", "2xL40S-48GB", "--lora", "32")
-    problem, hint = refusal(highwater(*asked), 2)
-    assert problem == "no length is named"
-    assert hint == f"use `highwater {' '.join(asked)} --length 32k`"
-
-
 def test_verl_is_told_what_vllm_takes_beside_it(highwater):
     vllm = ("--rollout", "vllm", "--gpu-memory-utilization", "0.4")
     shared = ("--rollout-tensor-parallel", "2", "--rollout-sequences", "64")

@@ -16,6 +16,7 @@ from highwater.errors import EXIT_ANSWERED, EXIT_INCONCLUSIVE
 from highwater.nouns.codec import from_json
 from highwater.nouns.study import Study
 from highwater.store.journal import read_study
+from places import captured
 
 
 def test_a_dry_run_answers_the_ends_of_each_count_and_leaves_nothing_behind(highwater, tmp_path):
@@ -89,14 +90,7 @@ EVIL = '$(touch pwned) `touch pwned` it\'s "here" & touch pwned'
 
 
 def typed(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["sh", "-c", line],
-        cwd=tmp_path,
-        env={**os.environ, **HERE},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return captured(["sh", "-c", line], cwd=tmp_path, env={**os.environ, **HERE}, timeout=60)
 
 
 def flag_in(hint: str, start: str) -> str:
@@ -120,12 +114,8 @@ def test_a_hint_with_any_name_in_it_can_be_pasted_into_a_shell(highwater, tmp_pa
     _, hint = refusal(highwater("find", "--config", f"{EVIL}/none.yaml"), 2)
     assert typed(tmp_path, flag_in(hint, "highwater find")).returncode == 0
     assert (tmp_path / EVIL / "none.yaml").exists()
-    assert sorted(path.name for path in (tmp_path / EVIL).iterdir()) == [
-        "none.yaml",
-        "s-2.jsonl",
-        "s-3.jsonl",
-        "s.jsonl",
-    ]
+    left = {"none.yaml", "s-2.jsonl", "s-3.jsonl", "s.jsonl"}
+    assert {path.name for path in (tmp_path / EVIL).iterdir()} == left
     assert list(tmp_path.rglob("pwned")) == []
 
 

@@ -12,6 +12,7 @@ import pytest
 from conftest import SIMULATED, Run, offered, refusal
 from hub_server import TOKEN
 
+from places import captured
 from tiny_models import TINY
 
 GPUS = ("--gpus", "1xH200-141GB")
@@ -112,11 +113,9 @@ def test_without_the_hub_the_hint_is_the_command_that_fetches_the_model(predict,
     unset, _, switch, program, *fetch = offered(hint)[0]
     assert (unset, switch) == ("env", "HF_HUB_OFFLINE")
     assert program == "hf"
-    fetched = subprocess.run(
+    fetched = captured(
         [sys.executable, "-m", "huggingface_hub.cli.hf", *fetch],
         env={**os.environ, **hub.environment},
-        capture_output=True,
-        text=True,
     )
     assert fetched.returncode == 0, fetched.stderr
     assert predict(SMALL, HF_HUB_OFFLINE="1").returncode == 0

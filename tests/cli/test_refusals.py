@@ -146,9 +146,8 @@ def test_a_hint_that_is_typed_does_what_it_says(run, tmp_path, row):
     assert row.get("said", "") in problem
     assert "starting to read" not in done.stderr, "data is read after all that is typed is right"
     if "offers" in row:
-        assert [shlex.join(words) for words in offered(hint) if words != ["nvidia-smi"]] == row[
-            "offers"
-        ]
+        offers = [shlex.join(words) for words in offered(hint) if words != ["nvidia-smi"]]
+        assert offers == row["offers"]
     ways = list(followed(words[1:], problem, hint))
     assert bool(ways) != row.get("offers_no_value", False), hint
     for way in ways:

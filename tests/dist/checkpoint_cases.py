@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from cases import documents
 from logits import TOKENS
-from rank_steps import load_by_torch, place_of, states, values
+from rank_steps import load_by_torch, place_of, values, write_states
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -67,9 +67,9 @@ def save(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     optimizer = make_optimizer(model, Hyperparameters())
     train(model, optimizer, mesh)
     save_sharded(model, optimizer, folder / f"sharded-{case}-{mesh.size()}", mesh=mesh)
-    write(model, optimizer, folder / f"saved-{case}-{mesh.size()}", mesh)
+    write_states(model, optimizer, folder / f"saved-{case}-{mesh.size()}", mesh)
     train(model, optimizer, mesh)
-    write(model, optimizer, folder / f"went-on-{case}-{mesh.size()}", mesh)
+    write_states(model, optimizer, folder / f"went-on-{case}-{mesh.size()}", mesh)
 
 
 def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
@@ -79,7 +79,7 @@ def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> Non
     tied = "causal_lm.lm_head.weight" if case.startswith("tied") else ""
     load_by_torch(model, optimizer, folder / f"sharded-{case}-{saved_by}", without=tied)
     train(model, optimizer, mesh)
-    write(model, optimizer, folder / f"resumed-{case}-{saved_by}-{mesh.size()}", mesh)
+    write_states(model, optimizer, folder / f"resumed-{case}-{saved_by}-{mesh.size()}", mesh)
 
 
 def load(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
@@ -91,7 +91,7 @@ def load(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
         load_sharded(model, optimizer, folder / f"sharded-{case}-{saved_by}", mesh=mesh)
         assert storages(model, optimizer) == places, "nothing is allocated anew"
         target = folder / f"loaded-{case}-{strategy}-{saved_by}-{mesh.size()}"
-        write(model, optimizer, target, mesh)
+        write_states(model, optimizer, target, mesh)
 
 
 def loading(case: str, processes: int) -> tuple[str, ...]:
@@ -168,11 +168,3 @@ def train(model: Decoder, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMes
     own: list[Batch] = every[dist.get_rank() :: mesh.size()]
     objective = "rw" if model.gives_scalars else "sft"
     train_step(Training(policy=model, optimizer=optimizer, mesh=mesh, objective=objective), own)
-
-
-def write(
-    model: Decoder, optimizer: torch.optim.Optimizer, path: Path, mesh: dist.DeviceMesh
-) -> None:
-    found = states(model, optimizer, mesh)
-    if dist.get_rank() == 0:
-        save_file(found, path)

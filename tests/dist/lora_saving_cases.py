@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lora_cases import fill_adapters
-from rank_steps import documents, load_by_torch, place_of, states
+from rank_steps import documents, load_by_torch, place_of, write_states
 from safetensors.torch import save_file
 
 from engine_models import built
@@ -59,14 +59,14 @@ def save(name: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     else:
         told(model)
     train(model, optimizer, mesh)
-    write(model, optimizer, folder / f"went-on-{name}.safetensors", mesh)
+    write_states(model, optimizer, folder / f"went-on-{name}.safetensors", mesh)
 
 
 def resume(name: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     model, optimizer = made(name, folder, mesh)
     load_by_torch(model, optimizer, folder / f"shards-{name}", strict=False)
     train(model, optimizer, mesh)
-    write(model, optimizer, folder / f"resumed-{name}.safetensors", mesh)
+    write_states(model, optimizer, folder / f"resumed-{name}.safetensors", mesh)
 
 
 def made(name: str, folder: Path, mesh: dist.DeviceMesh) -> tuple[Decoder, torch.optim.Optimizer]:
@@ -98,11 +98,3 @@ def told(model: Decoder) -> torch.Tensor:
     if model.gives_scalars:
         return model(ids, positions, positions[-1:], (len(TOKENS),))
     return model(ids, positions, positions[:-1], ids[1:], (len(TOKENS),)).logprobs_N
-
-
-def write(
-    model: Decoder, optimizer: torch.optim.Optimizer, path: Path, mesh: dist.DeviceMesh
-) -> None:
-    found = states(model, optimizer, mesh)
-    if dist.get_rank() == 0:
-        save_file(found, path)

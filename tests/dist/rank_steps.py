@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -190,6 +191,12 @@ def states(
         for name, each in whole(of_key, copies=copies).items():
             found[f"{name} {key}"] = each.unique() if key == "step" else each
     return found
+
+
+def write_states(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, mesh: Any) -> None:
+    found = states(model, optimizer, mesh)
+    if dist.get_rank() == 0:
+        save_file(found, path)
 
 
 def _plain(moment: Any) -> Tensor | None:

@@ -24,6 +24,7 @@ from highwater.trainers.accelerate import accelerate
 from highwater.trainers.emitted import CUT_CROSS_ENTROPY, LIGER, Emitted
 from highwater.trainers.llamafactory import FUSED as LLAMAFACTORY_FUSES
 from highwater.trainers.targets import LAUNCH, TARGETS, launch_script
+from places import captured
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
 
@@ -157,12 +158,9 @@ def run(
     elsewhere = {"MODEL_PATH": str(Path(words[-1], "model")), "DATASET": "/data/prompts"}
     left_out = ("PYTHONPATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    return subprocess.run(
+    return captured(
         [program_of(target), READERS / (reader or f"read_{target}.py"), *words],
         env=environment | quiet | elsewhere,
-        capture_output=True,
-        text=True,
-        check=False,
     )
 
 

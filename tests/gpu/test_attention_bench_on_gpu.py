@@ -1,7 +1,6 @@
 """``highwater bench attention`` on a GPU."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,17 +8,14 @@ from typing import Any
 import pytest
 
 from highwater.units import GIB
+from places import captured
 
 pytestmark = pytest.mark.timeout(1200)
 
 
 def bench(folder: Path, *words: str, code: int = 0) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "highwater", "bench", "attention", "--json", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
+    done = captured(
+        [sys.executable, "-m", "highwater", "bench", "attention", "--json", *words], cwd=folder
     )
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout)

@@ -19,6 +19,7 @@ from highwater.memory.formula.layers import Step, working_set_bytes
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
+from tiny_models import sized
 
 CUDA = torch.device("cuda", 0)
 MODEL = "Qwen3-30B-A3B"
@@ -28,13 +29,7 @@ SPREAD = 1.1
 """Times as far from exact as all tokens at once; both round each product to 8 bits."""
 CLOSE = 2e-2
 """Norm-relative: a few roundings to 8 bits."""
-SIZES: dict[str, Any] = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
+SIZES = sized(64, 2048, 1, (16, 2))
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(
         **SIZES, moe_intermediate_size=768, num_experts=32, num_experts_per_tok=8

@@ -18,6 +18,7 @@ from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from layer import measure as measure_layer
+from tiny_models import sized
 
 CUDA = torch.device("cuda", 0)
 HIDDEN, HEADS, KEYS, SIZE = 4096, 32, 8, 128
@@ -34,14 +35,7 @@ ROWS = {
 
 
 def attention_of(dtype: torch.dtype) -> RotaryAttention:
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEYS,
-        vocab_size=64,
-    )
+    config = LlamaConfig(**sized(64, HIDDEN, 1, (HEADS, KEYS), intermediate_size=64))
     how = {"query_heads": HEADS, "kv_heads": KEYS, "head_dim": SIZE}
     kernel = select_kernel(CUDA, torch.bfloat16, **how)
     model = build_on_meta(config, attention=register(kernel), loss="full", master_dtype=dtype)

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Lora
 from highwater.units import GIB, MIB
+from places import captured
 from tiny_models import WIDE_HEADS, write_model
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -126,13 +126,10 @@ def test_the_sanitizer_finds_no_race():
     """PyTorch's own: each access to a tensor of a stream has to wait for the others' accesses."""
     words = [*("-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-m", "gpu"), __file__]
     words += ["-k", "sanitized"]
-    done = subprocess.run(
+    done = captured(
         [sys.executable, *words],
         env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "HIGHWATER_REQUIRE": "gpu"},
-        capture_output=True,
-        text=True,
         timeout=280,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "1 passed" in done.stdout

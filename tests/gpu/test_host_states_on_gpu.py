@@ -26,23 +26,13 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.objective import STREAMED
 from highwater.nouns.settings import Settings
 from highwater.units import GIB, MIB
-from tiny_models import write_model
+from tiny_models import sized, write_model
 
 pytestmark = pytest.mark.usefixtures("alone")
 DEVICE = "cuda:0"
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 5500,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 32_003,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "head_dim": 128}
+CONFIG |= sized(32_003, 2048, 4, (16, 4), intermediate_size=5500, max_position_embeddings=4096)
+CONFIG["tie_word_embeddings"] = False
 """Matrices of many pieces, of less than one, and of some and a part; 0.3 B parameters."""
 NUMBERS = Hyperparameters(learning_rate=0.01, weight_decay=0.1)
 SETTINGS = Settings(offload="states")

@@ -13,7 +13,7 @@ import one_gpu
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Objective
 from highwater.nouns.trial import RankReport
-from tiny_models import write_model
+from tiny_models import sized, write_model
 from trial_specs import trial_of
 
 TOLERANCE = 1e-3
@@ -34,15 +34,8 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 million parameters: between ranks of one GPU everything goes through sockets."""
-    return write_model(
-        tmp_path_factory.mktemp("model"),
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        head_dim=64,
-        hidden_size=512,
-        intermediate_size=1536,
-        vocab_size=8192,
-    )
+    sizes = sized(8192, 512, 4, (8, 2), head_dim=64, intermediate_size=1536)
+    return write_model(tmp_path_factory.mktemp("model"), **sizes)
 
 
 @pytest.fixture(scope="module")

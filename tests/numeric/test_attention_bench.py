@@ -202,13 +202,8 @@ BRANCHES = (((), (1, 2)), ((7, 100), (1, 3)), ((16, 32, 300), (1, 2, 4)))
 def test_what_a_token_meets_is_told_by_the_definition_of_segments_and_blocks(branches, heads):
     """The formula judges by counts; here they are counted by another, of its own test."""
     name, blocks = "block_sparse_ring_dilated", SparsePatternConfig("dilated_sparse", 0.4, BLOCK)
-    order = {
-        "heads": heads[0],
-        "kv_heads": heads[1],
-        "patterns": {name: blocks},
-        "segment_lengths": branches[0],
-        "dilation_rates": branches[1],
-    }
+    order = {"heads": heads[0], "kv_heads": heads[1], "patterns": {name: blocks}}
+    order |= {"segment_lengths": branches[0], "dilation_rates": branches[1]}
     for length in (1, 37, 129):
         of_length = (branches[0] or (max(1, length // 2), length), branches[1])
         for contender, *seen in ((name, kept_blocks), ("dilated",)):
@@ -245,7 +240,6 @@ def test_a_case_that_fails_is_told_by_how(faults, name):
 def test_no_fault_of_one_takes_another_along_and_what_it_started_ends(faults, pids):
     assert len({line.check.reason for line in faults if line.check} - {""}) == len(RED)
     assert rows(faults)[-2:] == [(SOUND, 256, "fits"), (SOUND, 700, "fits")]
-    assert rows(faults)[-1] == (SOUND, 700, "fits")
     started = [int(pid) for pid in pids.read_text().split()]
     assert started
     assert not [pid for pid in started if is_running(pid)]
@@ -316,15 +310,10 @@ def test_two_processes_share_a_sequence_or_have_one_each():
         memory_bytes=GIB,
     )
     assert [line.check.reason for line in lines if line.check is not None] == [""] * 4
-    found = {
-        (
-            row.implementation if row.mode == "ring" else row.mode,
-            row.direction,
-            row.length_tokens,
-        ): row
-        for line in lines
-        if (row := line.row) is not None
-    }
+    found = {}
+    for row in (line.row for line in lines if line.row is not None):
+        name = row.implementation if row.mode == "ring" else row.mode
+        found[name, row.direction, row.length_tokens] = row
     assert len(found) == 5 * 2 * 2
     assert all(row.result == "fits" for row in found.values()), found
     whole = found["single", "forward", 1024].after_qkv_bytes[0]

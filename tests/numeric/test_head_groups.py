@@ -21,22 +21,14 @@ from highwater.engine.models.fused.nf4 import scale_table
 from highwater.engine.models.fused.rotary_attention import RotaryAttention
 from highwater.errors import ModelError
 from highwater.nouns.objective import Lora
+from tiny_models import sized
 
 EXACT = 1e-12
 """Norm-relative, in float64: the same products, some of fewer columns at a time."""
 SPREAD = 1.1
 """How much further from float64 than all heads at once, in bfloat16: which of two roundings is the
 nearer one is chance."""
-_SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "vocab_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
+_SHAPE = sized(64, 64, 2, (8, 4), intermediate_size=96, initializer_range=0.2, pad_token_id=0)
 FAMILIES: dict[str, transformers.PreTrainedConfig] = {
     "norms of heads": transformers.Qwen3Config(**_SHAPE, head_dim=16),
     "biases": transformers.LlamaConfig(**_SHAPE, attention_bias=True),

@@ -15,7 +15,7 @@ from highwater.engine.training.optimizers import make_optimizer
 from highwater.model.footprint import device_state_bytes, gradient_bytes, update_bytes
 from highwater.nouns.hyperparameters import Hyperparameters
 from tables import deep
-from tiny_models import config_of
+from tiny_models import config_of, sized
 
 NUMBERS = Hyperparameters(learning_rate=0.01, weight_decay=0.1)
 DTYPES = (torch.float32, torch.float64)
@@ -106,17 +106,8 @@ def test_groups_keep_their_numbers_over_a_load():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-SHAPE = config_of("tiny") | {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 2048,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 4,
-    "head_dim": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
+SHAPE = config_of("tiny") | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+SHAPE |= sized(2048, 512, 4, (8, 2), intermediate_size=1536, head_dim=64)
 DEEP = SHAPE | {"num_hidden_layers": 12}
 """States of few tokens are most of it, and the update is the peak."""
 WIDE = SHAPE | {"vocab_size": 120_000, "tie_word_embeddings": False, "num_hidden_layers": 2}

@@ -16,20 +16,11 @@ from highwater.nouns.settings import Settings
 from highwater.trainers.hugging_face import footprint
 from places import RESULTS
 from tables import deep
-from tiny_models import write_model
+from tiny_models import sized, write_model
 from trial_specs import trial_of
 
-SIZES = {
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "num_hidden_layers": 6,
-    "vocab_size": 8192,
-    "max_position_embeddings": 65_536,
-    "tie_word_embeddings": False,
-}
+SIZES = sized(8192, 1024, 6, (8, 2), head_dim=128, intermediate_size=3584)
+SIZES |= {"max_position_embeddings": 65_536, "tie_word_embeddings": False}
 NARROW_STATES = {"parameters": "bf16", "optimizer": "adamw-bf16"}
 NARROW = {**NARROW_STATES, "accumulates": False}
 QLORA = {"lora": 16, "lora_base": "nf4"}

@@ -12,17 +12,9 @@ from traces import RING, SHARED, alive_at, formula_bytes, peak_bytes, shape_of
 from highwater.model.footprint import device_state_bytes
 from highwater.nouns.objective import adapter_parameters
 from tables import deep
-from tiny_models import config_of
+from tiny_models import config_of, sized
 
-SHAPE = config_of("tiny") | {
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "head_dim": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
+SHAPE = config_of("tiny") | sized(2048, 256, 4, (8, 2), intermediate_size=768, head_dim=64)
 LLAMA = SHAPE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 PHI = SHAPE | {
     "model_type": "phi3",

@@ -22,20 +22,13 @@ from highwater.nouns.settings import Settings
 from highwater.trials.traced import fullest_rank
 from learn_moments import SHARED_SIZE, UNGROUPED
 from tables import deep
-from tiny_models import config_of
+from tiny_models import config_of, sized
 
 LENGTH = 16_384
 TINY = config_of("tiny")
 CONFIG: dict[str, Any] = {
     **{name: value for name, value in TINY.items() if name != "architectures"},
-    "hidden_size": 384,
-    "intermediate_size": 960,
-    "num_hidden_layers": 4,
-    "vocab_size": 512,
-    "pad_token_id": 0,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
+    **sized(512, 384, 4, (6, 2), head_dim=64, intermediate_size=960, pad_token_id=0),
     "sliding_window": 700,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
@@ -82,13 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     "attention kept": {"settings": Settings(loss="chunked", recompute="all-but-attention")},
     "all kept": {"settings": Settings(loss="chunked", recompute="none")},
     "uncapped": {"config": {"attn_logit_softcapping": None}},
-    "logits": {
-        "settings": Settings(),
-        "config": {
-            "vocab_size": 40_000,
-            "num_hidden_layers": 2,
-        },
-    },
+    "logits": {"settings": Settings(), "config": {"vocab_size": 40_000, "num_hidden_layers": 2}},
     "small mlp": {"config": SMALL_MLP, "length_tokens": 4096},
     "short": {"config": SMALL_MLP, "length_tokens": 768},
     "several documents": {"settings": Settings(loss="chunked", sequences_per_micro_batch=3)},
@@ -118,11 +105,7 @@ DELTA_CASES: dict[str, dict[str, Any]] = {
         "length_tokens": 4 * LENGTH,
         "config": _HEADS_OF_FOUR,
     },
-    "shared by four": {
-        "layout": FOUR,
-        "length_tokens": 4 * LENGTH,
-        "config": _HEADS_OF_FOUR,
-    },
+    "shared by four": {"layout": FOUR, "length_tokens": 4 * LENGTH, "config": _HEADS_OF_FOUR},
     "host": {"settings": Settings(loss="chunked", activations="host")},
     "odd": {"length_tokens": 5000},
     "around a ring": {"layout": RING, "length_tokens": 2 * LENGTH, "config": _STATES},
@@ -232,10 +215,7 @@ GEMMA4_CASES: dict[str, dict[str, Any]] = {
         "settings": Settings(**_LORA),
         "layout": Layout(gpus=2, ulysses_degree=2),
     },
-    "E4B, adapters, in four bits": {
-        "config": _E4B,
-        "settings": Settings(**_LORA, lora_base="nf4"),
-    },
+    "E4B, adapters, in four bits": {"config": _E4B, "settings": Settings(**_LORA, lora_base="nf4")},
     "E2B, adapters, on the host": {
         "config": _E2B,
         "settings": Settings(**_LORA, activations="host"),
@@ -247,10 +227,7 @@ GEMMA4_CASES: dict[str, dict[str, Any]] = {
         "config": _26B | _MANY_EXPERTS,
         "settings": Settings(**_LORA | ON_ATTENTION | _WHOLE),
     },
-    "the catalog's E2B": {
-        "config": config_of("gemma-4-E2B-text"),
-        "settings": Settings(**KEPT),
-    },
+    "the catalog's E2B": {"config": config_of("gemma-4-E2B-text"), "settings": Settings(**KEPT)},
 }
 """Layers that share keys, have embeddings of their own and heads of 512: as the three models have
 them, and one model whole."""

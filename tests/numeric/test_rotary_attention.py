@@ -12,22 +12,14 @@ from closeness import assert_near, deviation, with_gradients
 from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.models.fused.fused import RmsNorm, fuse_attentions, fuse_norms
 from highwater.engine.models.fused.rotary_attention import RotaryAttention
+from tiny_models import sized
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 """Norm-relative against the family's own in float64."""
 STORED_TOLERANCE = {**TOLERANCE, torch.bfloat16: 5e-3}
 """The same for one pass, whose result is rounded to its dtype once."""
-_SIZES = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "eos_token_id": 0,
-    "bos_token_id": 0,
-}
+_SIZES = sized(64, 24, 4, (6, 2), intermediate_size=40)
+_SIZES |= dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"), 0)
 FAMILIES = {
     "Qwen3": {"head_dim": 10},
     "Llama": {"attention_bias": True},

@@ -31,27 +31,14 @@ from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import TrialSpec
 from tables import deep
-from tiny_models import config_of
+from tiny_models import config_of, sized
 
 TINY = config_of("tiny") | {"vocab_size": 20_000}
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 128,
-    "moe_intermediate_size": 48,
-    "num_experts": 8,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "vocab_size": 1024,
-    "max_position_embeddings": 32_768,
-    "router_aux_loss_coef": 0.001,
-    "output_router_logits": False,
-}
+EXPERTS = sized(1024, 128, 2, (2, 1), head_dim=64, max_position_embeddings=32_768)
+EXPERTS |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+EXPERTS |= {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 6}
+EXPERTS |= {"router_aux_loss_coef": 0.001, "output_router_logits": False}
 """Many experts per token, and small ones: at the peak most bytes are copies of tokens for them."""
 WIDE = EXPERTS | {"moe_intermediate_size": 384, "num_experts": 4, "num_experts_per_tok": 2}
 """Few and wide ones, as Mixtral has them: at the peak most bytes are their products."""
@@ -437,8 +424,7 @@ def test_wide_experts_hold_their_products_and_one_gradient_of_each(specs, logs):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name for name in TRIALS if "experts" in name and name not in BESIDE_THE_FORMULA],
+    "name", [name for name in TRIALS if "experts" in name and name not in BESIDE_THE_FORMULA]
 )
 def test_experts_peak_where_the_formula_says(specs, logs, name):
     assert peak_bytes(logs[name]) == pytest.approx(
@@ -455,7 +441,8 @@ def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(
 ):
     """Wide ones but for one of its hidden states, more or less; each of their products is six."""
     hidden = 2 * shape_of(specs[name]).hidden_size
-    measured, *all_to_the_same = (measured_on_the_cpu(specs[name], factor) for factor in factors)
+    model = specs[name].model_directory
+    measured, *all_to_the_same = (answer(ON_THE_CPU, model, str(factor)) for factor in factors)
     assert {*all_to_the_same} <= {measured}
     allowed = hidden if name == "wide experts" else CPU_TOLERANCE * measured
     assert experts_bytes_per_token(logs, name) == pytest.approx(measured, abs=allowed)
@@ -502,7 +489,3 @@ def test_real_models_peak_where_the_formula_says(tmp_path, model, length, settin
 def experts_bytes_per_token(logs: dict[str, EventLog], name: str = "experts") -> float:
     one, other = (peak_bytes(logs[each]) for each in (name, f"{name}, longer"))
     return (other - one) / (32_768 - LENGTH)
-
-
-def measured_on_the_cpu(spec: TrialSpec, router_factor: float) -> float:
-    return answer(ON_THE_CPU, spec.model_directory, str(router_factor))

@@ -4,12 +4,13 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from places import captured
 
 pytestmark = pytest.mark.pages
 CHOICES = ("model", "gpu", "gpus", "basis")
@@ -17,12 +18,9 @@ CHOICES = ("model", "gpu", "gpus", "basis")
 
 def printed(*words: str) -> str:
     here = {**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
+    return captured(
         [sys.executable, "-m", "highwater", *words],
-        capture_output=True,
-        text=True,
         env=here,
-        check=False,
     ).stdout
 
 

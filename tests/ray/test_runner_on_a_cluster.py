@@ -30,6 +30,7 @@ from highwater.errors import MachineError
 from highwater.nouns.trial import Launch, Outcome, TrialSpec
 from highwater.trials.ray_runner import RayRunner
 from highwater.units import GIB
+from places import captured
 from runner_contract import ENDS_S, RunnerContract
 from tiny_models import write_model
 
@@ -268,12 +269,9 @@ def test_another_trainer_is_tried_on_the_nodes(
     words = (sys.executable, "-m", "highwater", "find", "tiny", "--device", "cpu", "--gpus", "1")
     words = (*words, "--memory", "512MiB", "--trainer", "command", "--command", command)
     lengths = ("--start-length", "64", "--resolution", "256", "--max-length", "1024")
-    done = subprocess.run(
+    done = captured(
         (*words, *lengths, "--address", nodes.address, "--json", "--study", "study.jsonl"),
-        capture_output=True,
-        text=True,
         timeout=ENDS_S,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     (answer,) = json.loads(done.stdout)["answers"]

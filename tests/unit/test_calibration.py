@@ -384,21 +384,11 @@ def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(t
     assert same.predicted_bytes - alone.predicted_bytes == more
 
 
-def l4s(document: dict[str, Any]) -> None:
-    for each in document["constants"]:
-        each["device_name"] = "NVIDIA L4"
-
-
-def one_l4(document: dict[str, Any]) -> None:
-    document["constants"][0]["device_name"] = "NVIDIA L4"
+L4 = {"device_name": "NVIDIA L4"}
 
 
 def without_reading(gpus: int, reading: int) -> Callable[[dict[str, Any]], object]:
     return lambda document: document["constants"][gpus]["readings"].pop(reading)
-
-
-def below_zero(document: dict[str, Any]) -> None:
-    document["constants"][0]["readings"][0]["outside_bytes"] = -5
 
 
 @pytest.mark.parametrize(
@@ -407,11 +397,14 @@ def below_zero(document: dict[str, Any]) -> None:
         (lambda d: d.pop("constants"), "is not what `highwater doctor --measure --json` prints"),
         (lambda d: d.update(constants=[]), "has no readings: it was printed without `--measure`"),
         (lambda d: d.update(schema_version=2), "is of version 2, this reads 1"),
-        (one_l4, "is of several kinds of GPUs: NVIDIA H200, "),
-        (l4s, "was read on NVIDIA L4, and H200"),
+        (lambda d: d["constants"][0].update(L4), "is of several kinds of GPUs: NVIDIA H200, "),
+        (lambda d: [each.update(L4) for each in d["constants"]], "was read on NVIDIA L4, and H200"),
         (without_reading(0, 0), "lacks readings of context"),
         (without_reading(2, 7), "lacks readings of context, of cuBLAS, or of NCCL"),
-        (below_zero, "lacks readings of context"),
+        (
+            lambda d: d["constants"][0]["readings"][0].update(outside_bytes=-5),
+            "lacks readings of context",
+        ),
     ],
 )
 def test_a_file_that_says_nothing_of_these_gpus_is_refused(tmp_path, change, problem):

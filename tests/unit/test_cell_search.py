@@ -154,15 +154,13 @@ def test_cells_that_order_each_others_trials_find_what_each_finds_alone(budget_g
 
 
 def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
-    def launch(event: SearchEvent) -> tuple[TrialSpec, int, int]:
-        return event.spec, event.attempt, event.repeat
-
     events = events_of(ask(), fits_up_to(3 * STEP))
     assert isinstance(events[-1], CellAnswered)
     for started, finished in zip(events[:-1:2], events[1:-1:2], strict=True):
         assert isinstance(started, TrialStarted)
         assert isinstance(finished, TrialFinished)
-        assert launch(started) == launch(finished)
+        one, other = ((each.spec, each.attempt, each.repeat) for each in (started, finished))
+        assert one == other
 
 
 @given(

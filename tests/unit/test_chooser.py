@@ -101,14 +101,6 @@ def embedded(made: Guide) -> Embedded:
     return Embedded(chooser_json(places(made)))
 
 
-def as_printed(found: Recommendation) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in json.loads(msgspec.json.encode(found)).items()
-        if name != "candidates"
-    }
-
-
 def as_typed(words: str) -> Recommendation:
     program, *rest = shlex.split(words)
     assert program == "highwater"
@@ -116,7 +108,9 @@ def as_typed(words: str) -> Recommendation:
 
 
 def assert_says_what_was_found(page: Embedded, answer: Any, found: Recommendation) -> None:
-    assert page.found(answer) == as_printed(found)
+    printed = json.loads(msgspec.json.encode(found))
+    del printed["candidates"]
+    assert page.found(answer) == printed
     tables = [
         (table.title, table.columns, table.rows, table.footnotes)
         for table in recommendation_tables(found)

@@ -252,7 +252,7 @@ def test_a_file_that_is_not_as_it_was_is_refused_until_it_is_back(tmp_path, is_g
     with pytest.raises(UsageError) as refused:
         answered(tmp_path, study, **asked)
     assert str(tmp_path / "own.jsonl") in refused.value.problem
-    assert str(config) in refused.value.problem
+    assert f"{config} {'cannot be read' if is_gone else 'has changed'}" in refused.value.problem
     assert f"put {config} back as it was" in (refused.value.hint or "")
     config.write_bytes(before)
     again = {**ASKED, **asked, "calibrate_with": [tmp_path / "own.jsonl"]}

@@ -13,12 +13,7 @@ from highwater.memory.formula.layers import Step, handed_bytes
 from highwater.model.model import ModelShape, load_model
 from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import (
-    Lora,
-    adapter_matrices,
-    adapter_parameters,
-    refuse_no_target,
-)
+from highwater.nouns.objective import Lora, adapter_matrices, adapter_parameters, refuse_no_target
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OURS, TRAINERS
 from highwater.recommendation.recommend import recommend

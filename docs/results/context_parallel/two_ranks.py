@@ -326,11 +326,12 @@ def _traced_peak_bytes(spec: Any, rank: int) -> int:
 
 def _serve(case: Case) -> None:
     """Be one rank: build, then take turns as they are asked for, and report at the end."""
+    sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
     import torch
     import torch.distributed as dist
 
-    from highwater.engine.bench.attention.measurement import environment
     from highwater.engine.parallel import mesh as process_mesh
+    from process_environment import environment
 
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", rank)

@@ -108,10 +108,11 @@ def _tried(shared_by: str, recompute: str, length: int, row: dict[str, Any]) -> 
 
 def _train(case: list[Any], cap_bytes: int) -> None:
     """Two steps, by memory alone; how they end, as a line of JSON."""
+    sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
     import msgspec
     import torch
 
-    from highwater.engine.bench.attention.measurement import environment
+    from process_environment import environment
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)

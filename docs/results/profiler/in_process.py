@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
 import torch
 from trials import FITS_TOKENS, MODEL, Found, snapshot_row, spec_of
 
 import highwater
-from highwater.engine.bench.attention.measurement import environment
 from highwater.engine.data.batches import Batch, batches
 from highwater.engine.training.memory_profiler import TrialProfiler
 from highwater.engine.training.out_of_memory import LayerWatch, OutOfMemoryWatch
@@ -29,6 +30,7 @@ from highwater.engine.training.step import train_step
 from highwater.nouns.environment import Profiling, SnapshotOrder
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
+from process_environment import environment
 
 ENTRIES = 6_000
 """Events of the Trainer that are kept: with the stacks of C++ each is several times as large."""

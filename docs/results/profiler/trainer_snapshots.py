@@ -298,7 +298,8 @@ def too_many(ranks: int) -> int:
 
 def environment(device: str) -> Found:
     """Versions, and the GPU where there is one."""
-    from highwater.engine.bench.attention.measurement import environment as of_process
+    sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+    from process_environment import environment as of_process
 
     found = dict(of_process())
     command = ["python", "docs/results/profiler/trainer_snapshots.py", "--out", "FILE.jsonl"]

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -54,9 +55,10 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Both ways in turns, the shortest steps first."""
+    sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
     import torch
 
-    from highwater.engine.bench.attention.measurement import environment
+    from process_environment import environment
 
     began = time.perf_counter()
     training = trainer_of(arguments.model, arguments.length)

@@ -36,6 +36,8 @@ REFERENCE_TOKENS: Mapping[Device, int] = {"cpu": 1024, "cuda": 8192}
 """Longest length at which the reference, the textbook formula, is measured, in tokens."""
 CHECKED_TOKENS = 515
 """Length of the sequence of a check: five blocks, the last of them not full."""
+COMPARED = ("output", "query_gradient", "key_gradient", "value_gradient")
+"""Tensors that a check compares with the reference's."""
 OFF_AT_THE_MOST: Mapping[BenchDtype, float] = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 2e-5}
 """Largest norm-relative difference of output and gradients, by dtype: eight of its roundings."""
 PartEnding = Literal["refused", "ran out of memory", "crashed", "took too long", "done"]

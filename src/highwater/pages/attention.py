@@ -4,11 +4,12 @@ Every figure is measured, or in a column ``predicted``; unmeasured cases are lef
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from highwater.nouns.attention_bench import (
+    COMPARED,
     IMPLEMENTATIONS,
     AttentionBench,
     BenchCheck,
@@ -86,18 +87,18 @@ def report_sections(bench: AttentionBench) -> Iterator[ReportSection]:
     yield ReportSection("Every implementation and mode", list(_case_tables(bench)))
     yield ReportSection("Ratio to dense", [_ratio_table(bench, each) for each in directions])
     alone = _lines("scaling", summary=summary)
-    efficiencies = _table(
+    efficiencies = table_of(
         "tokens/s and longest length of several GPUs, of one GPU's",
         summary.efficiencies,
-        *(*_ENTRY, "gpus", "length_tokens", "speedup", "efficiency", "length_ratio"),
+        *_fields(*_ENTRY, "gpus", "length_tokens", "speedup", "efficiency", "length_ratio"),
         footnotes=_lines("efficiency"),
     )
     yield ReportSection("Scaling efficiency", [efficiencies], alone)
     others = [predicted_table(bench, summary, direction) for direction in directions]
-    formulas = _table(
+    formulas = table_of(
         "peak allocated = overhead + bytes per token × length + bytes per pair × length²",
         summary.estimates,
-        *(*_ENTRY, *(f"fit.{name}" for name in MemoryFit.__struct_fields__)),
+        *_fields(*_ENTRY, *(f"fit.{name}" for name in MemoryFit.__struct_fields__)),
         footnotes=_lines("formula"),
     )
     yield ReportSection("Other GPUs, predicted", [*others, formulas], _too_little(summary))
@@ -113,10 +114,11 @@ def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable
     takes_segments = any(
         IMPLEMENTATIONS[name].takes_segments for name in bench.order.implementations
     )
-    return _table(
+    return table_of(
         _answer(bench, summary),
         summary.longest,
-        *(*_ENTRY, ("longest", _held), *(f"row.{name}" for name in _COSTS), ("ended by", ended)),
+        *(*_fields(*_ENTRY), ("longest", _held)),
+        *(*_fields(*(f"row.{name}" for name in _COSTS)), ("ended by", ended)),
         footnotes=_lines("labels", bench=bench, takes_segments=takes_segments),
     )
 
@@ -141,23 +143,14 @@ def _held(each: LongestLength) -> str:
     return f"{'≥ ' if is_least else ''}{format_tokens(each.fits_tokens)}"
 
 
-def _table(
-    title: str,
-    records: Iterable[Record],
-    *columns: str | Column[Any],
-    footnotes: Iterable[str] = (),
-    names: int = 3,
-) -> TextTable:
-    """Table with a row for each record; a column is a field's path or a heading with a function."""
+def _fields(*paths: str) -> list[Column[Any]]:
+    """Columns of fields, by their paths: a heading, and cells with their unit."""
 
-    def field(path: str) -> Column[Any]:
+    def cell(record: Record, path: str) -> str:
         *outer, name = path.split(".")
-        return _heading(name), lambda each: _cell(
-            name, getattr(reduce(getattr, outer, each), name, None)
-        )
+        return _cell(name, getattr(reduce(getattr, outer, record), name, None))
 
-    every = (field(each) if isinstance(each, str) else each for each in columns)
-    return table_of(title, records, *every, footnotes=footnotes, names=names)
+    return [(_heading(path.rpartition(".")[2]), partial(cell, path=path)) for path in paths]
 
 
 def _cell(name: str, value: Any) -> str:
@@ -217,18 +210,15 @@ def _machine_table(bench: AttentionBench) -> TextTable:
 def _check_table(bench: AttentionBench) -> TextTable:
     """Table of the differences between each implementation and the reference, with the verdict."""
 
-    def difference(name: str) -> Column[Any]:
-        def cell(check: BenchCheck) -> str:
-            off = check.differences.get(name)
-            return "-" if off is None else f"{off:.1e}"
+    def off(check: BenchCheck, name: str) -> str:
+        difference = check.differences.get(name)
+        return "-" if difference is None else f"{difference:.1e}"
 
-        return _heading(name), cell
-
-    return _table(
+    return table_of(
         "beside the textbook formula in float64: norm-relative difference",
         bench.checks,
-        *("implementation", "mode", "length_tokens"),
-        *map(difference, ("output", "query_gradient", "key_gradient", "value_gradient")),
+        *_fields("implementation", "mode", "length_tokens"),
+        *((_heading(name), partial(off, name=name)) for name in COMPARED),
         ("allowed", lambda each: f"{each.tolerance:.0e}"),
         ("verdict", lambda each: plain(each.reason) or "equal"),
         names=2,
@@ -239,10 +229,10 @@ def _case_tables(bench: AttentionBench) -> Iterator[TextTable]:
     for entry in entries(bench):
         rows = rows_of(bench, entry, batches=True)
         said = [(row.length_tokens, plain(row.reason)) for row in rows if row.reason]
-        yield _table(
+        yield table_of(
             f"{entry_words(entry)}: {bench.order.what(entry.implementation)}",
             rows,
-            *("length_tokens", "batch", "result", *_COSTS),
+            *_fields("length_tokens", "batch", "result", *_COSTS),
             footnotes=(f"{format_tokens(length)}: {reason}" for length, reason in said),
             names=0,
         )

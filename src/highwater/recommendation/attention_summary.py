@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Literal
 
 from highwater.memory.formula.constants import CONTEXT_BYTES
+from highwater.memory.predictor import edge
 from highwater.nouns.attention_bench import (
     IMPLEMENTATIONS,
     PARTS_OF_A_DOUBLING,
@@ -27,7 +28,7 @@ _WELL_DESCRIBED = 0.05
 """Largest relative error of a peak with which a linear formula is taken."""
 _LATE_PART = 4
 """Divisor of the longest length: if no line fits all peaks, those from there on are tried."""
-_LONGEST_TOKENS = 1 << 34
+_LONGEST_TOKENS = (1 << 34) - 1
 LEAST_LENGTHS = 3
 """Fewest lengths that a formula is fitted to: through two of them one always goes."""
 LengthPeak = tuple[int, int]
@@ -55,12 +56,9 @@ class MemoryFit(Record, frozen=True, kw_only=True):
 
     def longest_within(self, free_bytes: float) -> int:
         """Longest length whose peak is within ``free_bytes``, rounded down; 0: no length is."""
-        low, high = 0, _LONGEST_TOKENS
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.peak_bytes(middle) <= free_bytes else (low, middle)
-        step = max(1, (1 << max(0, low.bit_length() - 1)) // PARTS_OF_A_DOUBLING)
-        return low // step * step
+        longest = edge(None, _LONGEST_TOKENS, lambda tokens: self.peak_bytes(tokens) <= free_bytes)
+        step = max(1, (1 << max(0, longest.bit_length() - 1)) // PARTS_OF_A_DOUBLING)
+        return longest // step * step
 
 
 class LongestLength(OfEntry, frozen=True, kw_only=True):

@@ -8,10 +8,12 @@ bounded.
 """
 
 import os
+import platform
 import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -29,7 +31,6 @@ from highwater.engine.bench.attention.measurement import (
     PassTooLong,
     data_segment,
     differences,
-    environment,
     measure,
 )
 from highwater.engine.parallel import mesh as process_mesh
@@ -39,6 +40,7 @@ from highwater.nouns.attention_bench import BenchMachine, BenchOrder, BenchPart,
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.oom import exhausted_memory
 from highwater.nouns.secrets import kept
+from highwater.version import __version__
 
 Contenders = Mapping[str, AttentionContender]
 
@@ -129,8 +131,7 @@ def _failed(error: BaseException, order: BenchOrder) -> BenchPart:
 
 def _described(order: BenchOrder, device: torch.device, contenders: Contenders) -> BenchPart:
     """Describe the machine, and the cases of an order that cannot run on it."""
-    found = environment()
-    names = ("highwater", "python", "torch", "transformers", "cuda", "cudnn", "nccl")
+    versions = _versions()
     # first, because its code stays in memory and counts as outside the allocator
     kernel = fused_kernel(Conditions.of(order, "dense", "single", device, None))
     if device.type == "cuda":
@@ -153,10 +154,22 @@ def _described(order: BenchOrder, device: torch.device, contenders: Contenders) 
         device_name=name,
         memory_total_bytes=total,
         outside_bytes=outside,
-        versions={name: str(found[name]) for name in names if found.get(name) is not None},
+        versions=versions,
         kernel=kernel,
     )
     return BenchPart(machine=machine, not_run=tuple(not_run))
+
+
+def _versions() -> dict[str, str]:
+    found = {"highwater": __version__, "python": platform.python_version()}
+    found |= {"torch": str(torch.__version__), "transformers": version("transformers")}
+    if not torch.cuda.is_available():
+        return found
+    from torch.cuda.nccl import version as nccl_version
+
+    nccl = ".".join(str(part) for part in nccl_version())
+    of_gpus = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "nccl": nccl}
+    return found | {name: str(each) for name, each in of_gpus.items() if each is not None}
 
 
 if __name__ == "__main__":

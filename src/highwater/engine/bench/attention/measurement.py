@@ -10,15 +10,10 @@ Shapes:  B sequences of this rank, 1 in a check  H query heads  K key/value head
          s tokens of this rank  D head size
 """
 
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -30,8 +25,7 @@ from torch.autograd.profiler import profile
 from highwater.engine.bench.attention.contenders import Build, Compute, Conditions, counts
 from highwater.engine.parallel.sequence_layout import PADDING
 from highwater.engine.training.memory_profiler import DataSegment
-from highwater.nouns.attention_bench import CHECKED_TOKENS, BenchRow
-from highwater.version import __version__
+from highwater.nouns.attention_bench import CHECKED_TOKENS, COMPARED, BenchRow
 
 _MOST_PASSES, _ENOUGH_S = 5, 0.2
 """Timed passes: at most this many, and no further one after this many seconds in all."""
@@ -222,9 +216,6 @@ def _in_data_parallel(compute: Compute, devices: Sequence[torch.device], share: 
     return lambda query, key, value: (parallel(query, key, value), share)
 
 
-_COMPARED = ("output", "query_gradient", "key_gradient", "value_gradient")
-
-
 def differences(build: Build, conditions: Conditions, rank: int = 0) -> dict[str, float]:
     """Return norm-relative differences from float64, over this rank's tokens: the larger of two
     checks, one with the pattern's own sizes, one with sizes for a short sequence.
@@ -233,7 +224,7 @@ def differences(build: Build, conditions: Conditions, rank: int = 0) -> dict[str
     if (short := conditions.short()) != conditions:
         found.append(_differences(build, short, rank))
     largest = (float(torch.stack(each).max()) for each in zip(*found, strict=True))
-    return dict(zip(_COMPARED, largest, strict=True))
+    return dict(zip(COMPARED, largest, strict=True))
 
 
 def naive_attention(
@@ -280,31 +271,3 @@ def _expected(conditions: Conditions, whole: Sequence[Tensor]) -> list[Tensor]:
     counts_HSS = counts(conditions, query.shape[1]).to(conditions.device)
     output = naive_attention(*inputs, counts_HSS, conditions.scaling)
     return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
-
-
-def environment() -> dict[str, object]:
-    """Return command, versions and GPU, with which every JSON document of a benchmark begins."""
-    file, words = Path(sys.argv[0]).resolve(), ["-m", *sys.argv]
-    if sys.argv[0].endswith(".py"):  # a relative path: no path of this machine is revealed
-        is_below = file.is_relative_to(Path.cwd())
-        words = [str(file.relative_to(Path.cwd()) if is_below else file.name), *sys.argv[1:]]
-    found: dict[str, object] = {
-        "command": ["python", *words],
-        "highwater": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-    }
-    with suppress(PackageNotFoundError):
-        found["liger-kernel"] = version("liger-kernel")
-    if not torch.cuda.is_available():
-        return found
-    from torch.cuda.nccl import version as nccl_version
-
-    return found | {
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(str(part) for part in nccl_version()),
-        "gpu": torch.cuda.get_device_name(),
-        "gpu_total_bytes": torch.cuda.mem_get_info()[1],
-    }
