@@ -144,7 +144,7 @@ def predict(
     if amount is not None and beside is not None:
         problem = "what training costs beside a rollout: how long it generates is not predicted"
         raise UsageError(problem, hint="leave `--price` and `--tokens` out")
-    told = {"method": method, "length_tokens": length_tokens, "calibration": known}
+    told: dict[str, Any] = {"method": method, "length_tokens": length_tokens, "calibration": known}
     every_note = tuple(dict.fromkeys((*said, *notes, *(UNMEASURED[name] for name in read_off))))
     told |= {"notes": every_note, "amount": amount, "price": hour_price}
     if tried_to_allocate is not None:

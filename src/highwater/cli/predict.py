@@ -83,9 +83,9 @@ def predict(arguments: argparse.Namespace) -> int:
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
-    ways = {"as_saved": _as_saved(arguments, prediction), **_other_ways(arguments, prediction)}
+    ways, saved = _other_ways(arguments, prediction), _as_saved(arguments, prediction)
     console.answer_page(
-        in_lines(prediction_answer(prediction, **ways)),
+        in_lines(prediction_answer(prediction, as_saved=saved, **ways)),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *(rollout_tables(prediction) if arguments.length or arguments.explain else ()),
         *((term_table(prediction.explained),) if arguments.explain else ()),

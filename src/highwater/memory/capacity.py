@@ -170,7 +170,7 @@ def _tensors(step: Step) -> list[Tensor]:
     found: list[Any] = [("logits", "loss", (tokens, shape.vocab_size))]
     for kind in dict.fromkeys(run.kind for run in shape.runs):
         attention, mlp, hidden = kind.attention, kind.mlp, kind.hidden_size
-        heads = step.documents * attention.query_heads // step.layout.ulysses_degree
+        heads = step.sequences * attention.query_heads // step.layout.ulysses_degree
         experts = (mlp.experts,) * mlp.is_routed
         within = "values inside experts" if experts else "values inside an MLP"
         found += [

@@ -279,7 +279,7 @@ def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform
     rule = family_row(config["model_type"]).logits
     if rule is None:
         return PLAIN
-    value = config.get(rule.field, rule.usual)
+    value: Any = config.get(rule.field, rule.usual)
     if value is None and rule.does == "cap":
         return PLAIN
     is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -295,17 +295,3 @@ def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform
     if rule.does == "cap":
         return LogitTransform(soft_cap=number)
     return LogitTransform(scale=number if rule.does == "times" else 1 / number)
-
-
-def _checked(value: Any, rule: LogitField, source: str) -> float:
-    """Check a value of ``rule``'s field. Raises ModelError unless the class accepts it."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    is_within = (is_whole or isinstance(value, float)) and _LEAST <= value <= _MOST
-    if is_within and (rule.takes_whole or not is_whole):
-        return float(value)
-    usual = 30.0 if rule.does == "cap" else rule.usual
-    raise ModelError(
-        f"{source} has {rule.field} = {value!r}",
-        hint=f"set {rule.field} to a number from {_LEAST:g} to {_MOST:g}, with a decimal point, "
-        f"for example {float(value) if is_within else usual}",
-    )
