@@ -14,7 +14,7 @@ tests/numeric/test_loss.py compare with those that are installed.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from highwater.errors import ModelError
 from highwater.nouns.codec import Record, packaged
@@ -279,7 +279,7 @@ def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform
     rule = family_row(config["model_type"]).logits
     if rule is None:
         return PLAIN
-    value: Any = config.get(rule.field, rule.usual)
+    value = cast("Any", config.get(rule.field, rule.usual))
     if value is None and rule.does == "cap":
         return PLAIN
     is_whole = isinstance(value, int) and not isinstance(value, bool)
