@@ -11,6 +11,7 @@ Writes ``front_door.json`` beside this file, and prints a table.
 
 import io
 import json
+import re
 import sys
 import tempfile
 import warnings
@@ -172,6 +173,8 @@ def asked(
 _UNPREDICTED = "which trains, and whose memory no prediction knows"
 _REFUSED = 2
 _ANSWERED = (0, 1)
+_EXAMPLE = re.compile(r"`highwater \w+ [^`]*`")
+"""Each command's hint has an example of its own."""
 
 
 def run(command: str, path: Path) -> tuple[int, str]:
@@ -182,7 +185,7 @@ def run(command: str, path: Path) -> tuple[int, str]:
         if command in ("find", "try"):
             words += ["--log-dir", folder]
         code = highwater(words)
-    return code, err.getvalue().replace(f"{path}/", "").strip()
+    return code, _EXAMPLE.sub("`highwater`", err.getvalue().replace(f"{path}/", "")).strip()
 
 
 def counted(row: Asked, path: Path, config: PreTrainedConfig | None) -> Asked:
