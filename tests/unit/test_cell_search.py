@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from highwater.errors import MachineError
 from highwater.memory.formula.constants import CONTEXT_BYTES
 from highwater.memory.predictor import longest
-from highwater.memory.trainers import predictor_of
+from highwater.memory.trainers import formula_of_trials
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Limit, Question
@@ -398,7 +398,7 @@ def test_the_first_length_is_the_longest_that_the_formula_says_fits(prompt_token
         memory_budget_bytes=memory, prompt_tokens=prompt_tokens,
     )  # fmt: skip
     usable = memory - asked.margin_bytes
-    predictor = predictor_of(asked, where, usable)
+    predictor = formula_of_trials(asked, where, usable)
     assert predictor is not None
     fits = longest(predictor, usable)
     assert 3 < fits < grid.size

@@ -18,7 +18,7 @@ from highwater.memory.interval.calibration import Factors, calibrate, most_predi
 from highwater.memory.interval.residuals import bundled_residuals
 from highwater.memory.predictor import predict_cell, predict_cells
 from highwater.memory.trace.replay import replay
-from highwater.memory.trainers import MEMORY, predictor_of
+from highwater.memory.trainers import MEMORY, formula_of_trials
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog
 from highwater.nouns.layout import Layout
@@ -47,7 +47,7 @@ def ask(**changes) -> Question:
 
 
 def guess(question: Question, memory_limit: MemoryLimit) -> int:
-    predictor = predictor_of(question, question.cells[0], memory_limit.device_bytes)
+    predictor = formula_of_trials(question, question.cells[0], memory_limit.device_bytes)
     assert predictor is not None
     return predict_cell(predictor).capacity_tokens
 

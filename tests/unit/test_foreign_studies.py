@@ -20,7 +20,7 @@ from highwater.memory.capacity import Prediction
 from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import COVERAGE, factors_of, interval
 from highwater.memory.interval.residuals import Residual, study_residuals
-from highwater.memory.trainers import MEMORY, predictor_of
+from highwater.memory.trainers import MEMORY, formula_of_trials
 from highwater.model.model import load_model
 from highwater.nouns.capacities import study_capacities
 from highwater.nouns.layout import Layout
@@ -374,7 +374,7 @@ def test_its_studies_are_taken_and_its_searches_start_without_the_law():
     taught = highwater.predict("Qwen3-0.6B", **asked, calibrate_with=[path])
     assert taught.calibration.own_trials == 2
     question = read_study(STUDIES / "accelerate-one-gpu-again.jsonl").question
-    assert predictor_of(question, question.cells[0], 24 * 2**30) is None
+    assert formula_of_trials(question, question.cells[0], 24 * 2**30) is None
 
 
 COMMAND = "python train.py --max-len {length}"

@@ -17,7 +17,7 @@ from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.question import memory_limit_of, predicted_question
-from highwater.memory.trainers import calibration_of, predict_by_formula
+from highwater.memory.trainers import calibration_of, predict_untraced
 from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import cluster
 from highwater.nouns.recommendation import Aim, Candidate, Recommendation
@@ -265,7 +265,7 @@ def test_what_is_recommended_is_what_is_predicted(model, gpus, length_tokens):
     for sequences in goal.budgets:
         for predicted, length in ((here, length_tokens), (longest, None)):
             question, _ = goal.question(sequences, length_tokens=length)
-            for each in predict_by_formula(question, goal.memory_limit, goal.trainer, None):
+            for each in predict_untraced(question, goal.memory_limit, goal.trainer, None):
                 predicted[each.cell] = each
     for candidate in found:
         at, beyond = here[candidate.cell], longest[candidate.cell]
@@ -317,7 +317,7 @@ def all_that_fit(
     cells = tuple(every_plan(question.cells, question.model.shape.kv_heads))
     question = msgspec.structs.replace(question, cells=cells)
     limit = MemoryLimit(device_bytes=gpu_bytes, host_bytes=host_bytes)
-    found = predict_by_formula(question, limit, OURS, calibration_of(question, OURS), asked="fit")
+    found = predict_untraced(question, limit, OURS, calibration_of(question, OURS), extent="fit")
     return [each for each in found if each.capacity_tokens]
 
 

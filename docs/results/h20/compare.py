@@ -23,7 +23,7 @@ from highwater.memory.table_accuracy import (
     read_capacity_table,
     rung_name,
 )
-from highwater.memory.trainers import predict_by_formula
+from highwater.memory.trainers import predict_untraced
 from highwater.nouns.study import usual_grid
 from highwater.pages.guide_page import guide_rows
 from highwater.units import format_tokens
@@ -89,7 +89,7 @@ def predict(table: Table) -> None:
         writer.writerow((*COLUMNS, "by"))
         for question in known.questions:
             limit = limits[question.device_name]
-            for each in predict_by_formula(question, limit, PUBLISHED_TRAINER, None):
+            for each in predict_untraced(question, limit, PUBLISHED_TRAINER, None):
                 name, layout = rung_name(each.cell.settings), each.cell.layout
                 by = "closed form" if each.replayed is None else "replay"
                 place = (name, layout.gpus, layout.ulysses_degree, question.model.name)

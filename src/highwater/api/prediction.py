@@ -5,7 +5,6 @@ used: a prediction by formula starts without trials, journals and traces.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,8 @@ from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.rollout import rollout_of
 from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.question import UNMEASURED, memory_limit_of, prediction_of
-from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
+from highwater.memory.question import UNMEASURED, PredictionTask, memory_limit_of, prediction_of
+from highwater.memory.trainers import MEMORY, calibration_of, predict_untraced
 from highwater.model.model import load_model
 from highwater.nouns.cells import simplicity
 from highwater.nouns.events import EventLog
@@ -55,8 +54,8 @@ def predict(
     on_calibrate: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> Prediction:
-    """Predict the longest context that ``model`` trains with on each rung; with ``length`` which
-    rungs train it.
+    """Predict the longest context that ``model`` trains with in each cell, a rung on a layout of
+    the GPUs; with ``length`` which cells train it.
 
     A length fits if the upper end of its interval does. Intervals are learned from recorded trials;
     ``calibrate_with`` are studies whose trials are added: with ``exact`` only the most informative,
@@ -89,7 +88,8 @@ def predict(
             f"{TRAINERS[trainer].step} is traced on one GPU, and without `--calibrate`",
             hint="leave `--exact` out, or name one GPU and no study",
         )
-    own_readings, own = None, ()
+    own_readings = None
+    own = ()
     if constants is not None:
         from highwater.recommendation.user_measurements import own_constants
 
@@ -112,12 +112,12 @@ def predict(
     if own_file is not None and "allocator" not in settings:  # no file says the environment
         native = (e.changed(allocator="native") for e in question.cells if not e.settings.offload)
         question = question.replace(cells=tuple(dict.fromkeys((*native, *question.cells))))
-    asked, beside = request_from({"model": model, **settings}, keywords=True).rollout_request, None
+    asked = request_from({"model": model, **settings}, keywords=True).rollout_request
     if asked != RolloutRequest():
         traits = TRAINERS[trainer].rollout
         beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
         memory_limit = memory_limit.replace(rollout=beside)
-    if exact and beside is not None:
+    if exact and memory_limit.rollout is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
     first = question.cells[0].settings
     read_off = [name for name in UNMEASURED if getattr(first, name) not in ("none", False)]
@@ -138,25 +138,36 @@ def predict(
             on_trace=on_trace,
         )
         said += of_studies
-    known = calibration_of(question, trainer, method=method, own=own)
+    calibration = calibration_of(question, trainer, method=method, own=own)
     hour_price = parse_price(price)
     amount = None if tokens is None and hour_price is None else parse_amount(str(tokens or "1M"))
-    if amount is not None and beside is not None:
+    if amount is not None and memory_limit.rollout is not None:
         problem = "what training costs beside a rollout: how long it generates is not predicted"
         raise UsageError(problem, hint="leave `--price` and `--tokens` out")
-    told: dict[str, Any] = {"method": method, "length_tokens": length_tokens, "calibration": known}
-    every_note = tuple(dict.fromkeys((*said, *notes, *(UNMEASURED[name] for name in read_off))))
-    told |= {"notes": every_note, "amount": amount, "price": hour_price}
+    tried = None
     if tried_to_allocate is not None:
         if length_tokens is None:
             hint = "add the length of that step, for example `--length 32k`"
             raise UsageError("an allocation that failed, and no length", hint=hint)
         each = sorted(question.cells, key=simplicity)
         steps = (Step(question.model.shape, c.settings, c.layout, length_tokens) for c in each)
-        told["tried"] = failed_allocation(parse_memory(str(tried_to_allocate)), steps)
-    answered = partial(prediction_of, question, where, memory_limit, trainer, **told)
+        tried = failed_allocation(parse_memory(str(tried_to_allocate)), steps)
+    every_note = (*said, *notes, *(UNMEASURED[name] for name in read_off))
+    task = PredictionTask(
+        question=question,
+        where=where,
+        memory_limit=memory_limit,
+        trainer=trainer,
+        calibration=calibration,
+        method=method,
+        length_tokens=length_tokens,
+        amount_tokens=amount,
+        hour_dollars=hour_price,
+        tried=tried,
+        notes=tuple(dict.fromkeys(every_note)),
+    )
     if not exact:
-        return answered(predict_by_formula(question, memory_limit, trainer, known))
+        return prediction_of(task, predict_untraced(question, memory_limit, trainer, calibration))
     from highwater.trials.traced import CachedTracer, predict_traced
     from highwater.trials.trial_process import cache_directory
 
@@ -165,7 +176,8 @@ def predict(
     with CachedTracer(
         cache_directory("traces"), kernel=kernel, trainer=traced, on_trace=on_trace
     ) as tracer:
-        prediction = answered(predict_traced(question, memory_limit, tracer, known, trainer))
+        cells = predict_traced(question, memory_limit, tracer, calibration, trainer)
+        prediction = prediction_of(task, cells)
         if timeline is not None:
             _write_timeline(Path(timeline), question, prediction, tracer)
     return prediction

@@ -170,7 +170,12 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     """Complete the request and choose its trial; HighwaterError if it cannot be trained."""
     machine = probe().with_memory(request.host_memory_bytes or sys.maxsize)
     asked = asked.replace(rows=_rows(asked))
-    request = _completed(request.replace(log_dir=asked.output))
+    request = request.replace(log_dir=asked.output)
+    named = msgspec.structs.asdict(request)
+    if named["lora_merged"]:
+        request = request.replace(save_hf="last")
+    if named["lora"] is not None and request.learning_rate is None:
+        request = request.replace(learning_rate=ADAPTERS_RATE)
     others = {"runner": request.on_ray, "dry_run": request.dry_run}
     for name, is_named in {"trainer": request.trainer != OURS, **others}.items():
         if is_named:
@@ -202,15 +207,6 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
     whole_paths((*asked.data, *asked.eval_data))
     return request, chosen
-
-
-def _completed(request: Request) -> Request:
-    """The request with its implied settings: merged weights are saved, adapters learn faster."""
-    named = msgspec.structs.asdict(request)
-    implied: dict[str, Any] = {"save_hf": "last"} if named["lora_merged"] else {}
-    if named["lora"] is not None and request.learning_rate is None:
-        implied["learning_rate"] = ADAPTERS_RATE
-    return request.replace(**implied)
 
 
 def _rows(asked: TrainingRequest) -> int | None:

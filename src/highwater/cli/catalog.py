@@ -14,7 +14,7 @@ from typing import get_args
 
 from highwater.cli import console
 from highwater.cli.flags import Shell
-from highwater.cli.grammar import Parser, grammar
+from highwater.cli.grammar import grammar
 from highwater.errors import EXIT_ANSWERED, ModelError, UsageError
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.model.families import TRAINED, WRAPPERS
@@ -152,8 +152,15 @@ def script(shell: str) -> str:
     from shtab import complete
 
     whole = grammar()
-    for parser in (whole, *whole.commands.values()):
-        _say_what_completes(parser)
+    parsers = (whole, *whole.commands.values())
+    for action in (action for parser in parsers for action in parser.arguments):
+        if isinstance(action.metavar, str):  # zsh takes a colon for the end of it
+            action.metavar = action.metavar.replace(":", " ")
+        what = _value(action)
+        if what is not None:
+            vars(action)["complete"] = what  # shtab reads it
+        elif action.dest in DECLARED and DECLARED[action.dest].kind is None:
+            action.choices = DECLARED[action.dest].choices
     rows = model_catalog()
     models = (*(row.name for row in rows), *(name for row in rows for name in row.hub_ids))
     names = {
@@ -165,18 +172,6 @@ def script(shell: str) -> str:
     # these functions match names in any case, as the catalogs do
     functions = Path(__file__).with_name(f"completion.{shell}").read_text(encoding="utf-8")
     return complete(whole, shell=shell, preamble=functions.format(**names))
-
-
-def _say_what_completes(parser: Parser) -> None:
-    """Set what shtab completes for each value, in an attribute ``complete`` that it reads."""
-    for action in parser.arguments:
-        if isinstance(action.metavar, str):  # zsh takes a colon for the end of it
-            action.metavar = action.metavar.replace(":", " ")
-        what = _value(action)
-        if what is not None:
-            vars(action)["complete"] = what
-        elif action.dest in DECLARED and DECLARED[action.dest].kind is None:
-            action.choices = DECLARED[action.dest].choices
 
 
 def _value(action: argparse.Action) -> object:

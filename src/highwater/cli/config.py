@@ -148,7 +148,12 @@ def sbatch_script(request: Request, words: Sequence[str]) -> str:
 
     Raises UsageError if no number of GPUs is named, and for a word with a line end.
     """
-    words = _in_the_job(request, words)
+    words = [word for word in words if word != "--print-sbatch"]
+    if request.nodes > 1 and request.launcher is None:
+        one_each = f"--nodes {request.nodes} --ntasks-per-node 1"
+        words += ["--launcher", f"srun {one_each} --kill-on-bad-exit"]
+    if request.nodes > 1 and request.rendezvous is None:
+        words += ["--rendezvous", str(Path(request.log_dir, "rendezvous", "ranks"))]
     for word in words:
         if len(f"{word}.".splitlines()) > 1:
             raise UsageError(
@@ -165,28 +170,13 @@ def _options(request: Request) -> list[str]:
     options = [f"--job-name=highwater-{name}"]
     options += [f"--nodes={request.nodes}", "--ntasks-per-node=1"]
     if request.device != "cpu":
-        options.append(f"--gpus-per-node={_gpus_of_a_node(request)}")
+        if request.gpus is None:
+            raise UsageError(
+                "a job of Slurm asks for a number of GPUs, and none is named",
+                hint=f"use `--gpus {8 * request.nodes}`",
+            )
+        options.append(f"--gpus-per-node={math.ceil(max(request.gpus) / request.nodes)}")
     minutes = math.ceil((_START_S + (request.budget_s or _USUAL_S)) / 60)
     options.append(f"--time={minutes // 60:02d}:{minutes % 60:02d}:00")
     options.append(f"--signal=B:TERM@{_WARNED_S}")
     return [*options, "--output=highwater-%j.log"]  # Slurm makes no directory for it
-
-
-def _gpus_of_a_node(request: Request) -> int:
-    if request.gpus is None:
-        raise UsageError(
-            "a job of Slurm asks for a number of GPUs, and none is named",
-            hint=f"use `--gpus {8 * request.nodes}`",
-        )
-    return math.ceil(max(request.gpus) / request.nodes)
-
-
-def _in_the_job(request: Request, words: Sequence[str]) -> list[str]:
-    """The words without ``--print-sbatch``, with flags that start ranks on several machines."""
-    kept = [word for word in words if word != "--print-sbatch"]
-    if request.nodes > 1 and request.launcher is None:
-        one_each = f"--nodes {request.nodes} --ntasks-per-node 1"
-        kept += ["--launcher", f"srun {one_each} --kill-on-bad-exit"]
-    if request.nodes > 1 and request.rendezvous is None:
-        kept += ["--rendezvous", str(Path(request.log_dir, "rendezvous", "ranks"))]
-    return kept

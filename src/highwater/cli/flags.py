@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from highwater.errors import UsageError
-from highwater.nouns import declaration as kinds
 from highwater.nouns.attention_bench import IMPLEMENTATIONS, BenchDtype, Direction
 from highwater.nouns.declaration import (
     COUNT,
+    DIRECTORY,
+    FILE,
     LENGTH,
     REQUIRED,
     SIZE,
     SWITCH,
+    TIME,
     DeclaredRecord,
     flag_of,
     setting,
@@ -70,9 +72,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     """Flags of commands besides the settings of a request and of a training."""
 
     for_: Target = setting(REQUIRED, "whose configuration", commands="emit", name="for")
-    config: str | None = kinds.FILE(
-        None, "YAML file of settings; flags override it", "find try train"
-    )
+    config: str | None = FILE(None, "YAML file of settings; flags override it", "find try train")
     subject: Literal["attention"] = setting(
         REQUIRED, "what is measured: attention", commands="bench", nargs="1", metavar="SUBJECT"
     )
@@ -124,10 +124,10 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "read on the GPUs what libraries take of their memory, half a minute each count",
         "doctor",
     )
-    html: str | None = kinds.FILE(
+    html: str | None = FILE(
         None, "write a page into a new file: timeline and flame graph", "profile"
     )
-    folder: str | None = kinds.DIRECTORY(
+    folder: str | None = DIRECTORY(
         None,
         "write all files into a folder, with a script that starts the training and a page of "
         "what to check; nothing that is there is written over",
@@ -139,7 +139,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     predict: _Texts = setting(
         (), "models whose capacities are predicted by formula", commands="guide", metavar="MODEL"
     )
-    output: str | None = kinds.FILE(
+    output: str | None = FILE(
         None,
         "write it into a new file: .html, .md, .csv or .json; default: print Markdown",
         "report guide",
@@ -155,7 +155,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         f"{_ELSEWHERE} find try train guide report profile models gpus doctor bench data",
         helps={"guide": "print its rows as one JSON document"},
     )
-    log_dir: str = kinds.DIRECTORY("./logs", "where to look for the newest study", "show report")
+    log_dir: str = DIRECTORY("./logs", "where to look for the newest study", "show report")
     print_config: bool = SWITCH(
         False, "print the configuration that asks the same, and exit", "find"
     )
@@ -240,7 +240,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "trace the engine's own steps on fake tensors, minutes instead of milliseconds",
         "predict",
     )
-    timeline: str | None = kinds.FILE(
+    timeline: str | None = FILE(
         None,
         "with --exact: write every allocation for PyTorch's viewer, https://pytorch.org/memory_viz",
         "predict",
@@ -251,7 +251,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         commands="predict",
         metavar="STUDY",
     )
-    constants: str | None = kinds.FILE(
+    constants: str | None = FILE(
         None,
         "what `highwater doctor --measure --json` printed on such GPUs: context, cuBLAS and "
         "NCCL as read there",
@@ -360,10 +360,10 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "bench",
     )
     only: Direction | None = setting(None, "one direction; default: both", commands="bench")
-    timeout: str | None = kinds.TIME(
+    timeout: str | None = TIME(
         None, "longest time of one pass; default: 60s, on the CPU 10s", "bench"
     )
-    out: str | None = kinds.DIRECTORY(
+    out: str | None = DIRECTORY(
         None,
         "folder of the report, JSON and Markdown; default: a new one below ./logs/attention",
         "bench",
@@ -409,6 +409,11 @@ def layered(*layers: Mapping[str, Any]) -> Request:
         overridden = PACKINGS if any(name in named for name in PACKINGS) else ()
         values = {name: values[name] for name in values if name not in overridden} | {**named}
     return request_from(values)
+
+
+def check_settings(model: str, settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for settings that make no request; its message names their flags."""
+    request_from({"model": model, **settings})
 
 
 def named_model(

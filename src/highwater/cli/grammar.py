@@ -435,8 +435,14 @@ def _add_flags(
     command: str,
     rows: Iterable[Setting],
 ) -> None:
-    """Add flags for these settings to a command's parser, or to a group of its help."""
+    """Add flags for these settings to a command's parser, or to a group of its help.
+
+    A setting's ``name`` is its flag, and ``sets`` the attribute of the parsed arguments. They
+    differ where a request has a setting of that name, with another meaning: ``--gpus`` of
+    ``predict`` is the field ``cluster`` of ``CommandFlags``, and is read as ``arguments.cluster``.
+    """
     for row in rows:
+        # by identity: a flag of a command alone may have the name of a request's setting
         is_of_a_request = row is DECLARED.get(row.name) and not row.nargs
         options = _read_by_a_request(row) if is_of_a_request else _read_here(row)
         options["help"] = _help(row, command)

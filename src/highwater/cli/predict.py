@@ -14,6 +14,7 @@ from highwater.api.prediction import predict as api_predict
 from highwater.api.prediction import predict_against
 from highwater.cli import console
 from highwater.cli.flags import (
+    check_settings,
     named_model,
     told_notes,
     trial_limits,
@@ -26,10 +27,10 @@ from highwater.cli.flags import (
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
-from highwater.nouns.cluster import kinds_named
+from highwater.nouns.cluster import gpus_listed
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import LIST_PRICE_NOTE, default_host, gpu_catalog, runs_trials
-from highwater.nouns.request import DECLARED, request_from, setting_flags, taken_by, trial_flags
+from highwater.nouns.request import DECLARED, setting_flags, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, OF_OTHERS, TRAINERS, ForeignName, foreign_name
@@ -66,9 +67,9 @@ def predict(arguments: argparse.Namespace) -> int:
         return _score_table(arguments)
     if arguments.read_data:
         return _predict_data(arguments)
-    kinds = kinds_named(arguments.cluster) or _rentable_kinds(arguments)
-    if len(kinds) > 1:
-        return _compare_kinds(arguments, kinds)
+    listed_gpus = gpus_listed(arguments.cluster) or _rentable_kinds(arguments)
+    if len(listed_gpus) > 1:  # usually one, as `4xA100-80GB`
+        return _compare_gpus(arguments, listed_gpus)
     is_priced = arguments.price is not None or arguments.tokens is not None
     if is_priced and arguments.length is None:
         problem = "a price of training, and neither a length nor data"
@@ -189,10 +190,10 @@ def _rentable_kinds(arguments: argparse.Namespace) -> tuple[str, ...]:
     return tuple(e.name for e in every if e.hour_dollars and default_host(e.name, 1))
 
 
-def _compare_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
+def _compare_gpus(arguments: argparse.Namespace, listed_gpus: Sequence[str]) -> int:
     """Print which of several kinds of GPUs trains a length for the least money."""
     if arguments.length is None:
-        problem = f"GPUs of {len(kinds)} kinds are compared at one length"
+        problem = f"GPUs of {len(listed_gpus)} kinds are compared at one length"
         raise UsageError(problem, hint="add `--length 32k`, or name one kind")
     alike = ("exact", "timeline", "calibrate", "constants", "tokens", "rollout")
     for name in (*alike, "tried_to_allocate"):
@@ -200,7 +201,7 @@ def _compare_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
             problem = "kinds of GPUs are compared by formula, a million tokens each"
             raise UsageError(problem, hint=f"leave `{flag_of(name)}` out, or name one kind")
     model, settings = named_model(arguments, [], example=_EXAMPLE)
-    place = typed_place(arguments) | {"gpus": kinds, "price": arguments.price}
+    place = typed_place(arguments) | {"gpus": listed_gpus, "price": arguments.price}
     choice = cheapest_gpus(model, length=arguments.length, **place, **settings)
     notes, best = told_notes(arguments, choice.notes), choice.offers[0]
     if arguments.cluster is None:
@@ -222,7 +223,7 @@ def _compare_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
 
 def _prediction_asked(arguments: argparse.Namespace) -> Prediction:
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
-    request_from({"model": model, **settings})  # only checks: its errors name flags
+    check_settings(model, settings)
     alike = ("length", "tokens", "price", "exact", "timeline", "constants", "tried_to_allocate")
     return api_predict(
         model,
@@ -239,20 +240,9 @@ def _prediction_asked(arguments: argparse.Namespace) -> Prediction:
 
 
 def _score_table(arguments: argparse.Namespace) -> int:
-    _refuse_beside_a_table(arguments)
-    limits = {**typed_limits(arguments), "host_memory": typed_values(arguments).get("host_memory")}
-    trainer = arguments.predicted_for
-    result: TableAccuracy = predict_against(arguments.against, trainer=trainer, **limits)
-    if arguments.json:
-        return console.answer_json(result)
-    named = f"{arguments.against}, trainer {arguments.predicted_for}"
-    console.answer_table(accuracy_table(result, name=named))
-    console.next_command(shlex.join((*arguments.command_line, "--json")))
-    return EXIT_ANSWERED
-
-
-def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
-    """Raise UsageError for flags that a comparison does not take, or that its rows name."""
+    """Print the accuracy of predictions for a table. Raises UsageError for flags that its rows
+    name, or that a comparison does not take.
+    """
     own = ("exact", "timeline", "constants", "calibrate", "explain", "length", "tried_to_allocate")
     typed = {name: getattr(arguments, name) for name in own}
     typed |= {"gpus": arguments.cluster, **typed_values(arguments), "host_memory": None}
@@ -264,6 +254,15 @@ def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
                 f"compared with predictions by formula, with what comes along: {what} has no part",
                 hint=f"leave {what} out",
             )
+    limits = {**typed_limits(arguments), "host_memory": typed_values(arguments).get("host_memory")}
+    trainer = arguments.predicted_for
+    result: TableAccuracy = predict_against(arguments.against, trainer=trainer, **limits)
+    if arguments.json:
+        return console.answer_json(result)
+    named = f"{arguments.against}, trainer {arguments.predicted_for}"
+    console.answer_table(accuracy_table(result, name=named))
+    console.next_command(shlex.join((*arguments.command_line, "--json")))
+    return EXIT_ANSWERED
 
 
 def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:

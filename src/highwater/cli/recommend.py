@@ -7,10 +7,10 @@ import argparse
 import shlex
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from highwater.cli import console
 from highwater.cli.flags import (
+    check_settings,
     named_model,
     told_notes,
     trial_limits,
@@ -24,7 +24,7 @@ from highwater.model.model import load_model
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.recommendation import Aim, Candidate, Recommendation
-from highwater.nouns.request import request_from, trial_flags
+from highwater.nouns.request import trial_flags
 from highwater.nouns.trainer import (
     OURS,
     REGISTRY,
@@ -93,7 +93,7 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
     if arguments.length is None and "trainer_config" not in settings:
         whole = shlex.join((*arguments.command_line, "--length", "32k"))
         raise UsageError("no length is named", hint=f"use `{whole}`")
-    request_from({"model": model, **settings})  # only checks: its errors name flags
+    check_settings(model, settings)
     typed = vars(arguments)
     aims: list[Aim] = [aim for aim in ("fastest", "lightest") if typed.get(aim)]
     if len(aims) > 1:
@@ -177,7 +177,12 @@ def emit(arguments: argparse.Namespace) -> int:
         if not arguments.output:
             raise UsageError("a folder without a name", hint="use `-o emitted`")
         refuse_no_folder(Path(arguments.output))
-    _refuse_early(arguments, model, settings)
+    draft = None  # settings that the trainer does not have are refused before any prediction
+    with suppress(HighwaterError):
+        length = arguments.length or ""
+        draft = drafted(model, length=length, **typed_place(arguments), **settings)
+    if draft is not None:
+        refuse_drafts(arguments.for_, draft, model=model)
     found = found_for(arguments)
     offloads = found.chosen is not None and found.chosen.cell.settings.uses_host
     host = assumed_host(found.host_memory_bytes, found.usual_host) if offloads else ()
@@ -272,16 +277,6 @@ def _predicting_trainer(
         trainer_question(model, where, own, parse_tokens(arguments.length or ""), settings)
         return own
     return OURS
-
-
-def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str, Any]) -> None:
-    """Raise UsageError, before any prediction, for settings that the trainer does not have."""
-    draft = None
-    with suppress(HighwaterError):
-        length = arguments.length or ""
-        draft = drafted(model, length=length, **typed_place(arguments), **settings)
-    if draft is not None:
-        refuse_drafts(arguments.for_, draft, model=model)
 
 
 def _say_nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -> int:

@@ -70,17 +70,10 @@ def _say_stopped(
         then = "begins anew"
     elif result.status == "done":
         then = "says what it came to"
-    console.next_command(f"{_same_command(arguments, asked, result)}  ({then})")
-
-
-def _same_command(
-    arguments: argparse.Namespace, asked: TrainingRequest, stopped: TrainingResult | None
-) -> str:
-    """The command as typed, without ``--resume-from`` once the run is past that checkpoint."""
     words: Sequence[str] = arguments.command_line
-    if asked.resume_from is not None and stopped is not None:
+    if asked.resume_from is not None and result is not None:  # the run is past that checkpoint
         words = words_without(words, "--resume-from")
-    return shlex.join(words)
+    console.next_command(f"{shlex.join(words)}  ({then})")
 
 
 def _next(directory: str, settings: Settings) -> str:

@@ -1,8 +1,10 @@
 """Predictor: one protocol for every way to predict the memory of a length in a cell, and the search
 for the longest length that fits, which is the same for all predictors.
 
-A predictor gets a length, and the room: bytes of a GPU that the training may use. A formula answers
-in closed form; a replay of a traced step tells if the allocator runs out of memory in that room.
+A predictor gets a length, and the room: bytes of a GPU that the training may use. There are two
+rooms: ``MemoryLimit.device_bytes``, all of it; and ``capacity_room_bytes``, in which a capacity is
+searched for: the limit less what the headroom and the interval take. A formula answers in closed
+form; a replay of a traced step tells if the allocator runs out of memory in that room.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from highwater.memory.interval.calibration import (
 from highwater.memory.trace.replay import Alive, Replayed
 from highwater.nouns.study import HOST_KEPT, Cell, Question, Risk, default_headroom_bytes
 
-Asked = Literal["everything", "longest", "fit"]
+Extent = Literal["everything", "longest", "fit"]
 """Extent of a cell's prediction: everything; the longest length with the headroom; or that by
 replays only if a length fits, else by formula, which is faster."""
 
@@ -48,7 +50,7 @@ class Predictor(Protocol):
     """Predicts the memory of training at any length of one cell."""
 
     @property
-    def formula(self) -> "FormulaPredictor":
+    def by_formula(self) -> "FormulaPredictor":
         """Predictor of the same cell by formula: for bytes by term, and a start of the search."""
         ...
 
@@ -77,20 +79,27 @@ class FormulaPredictor:
     memory_limit: MemoryLimit
 
     @property
-    def formula(self) -> "FormulaPredictor":
+    def by_formula(self) -> "FormulaPredictor":
         """This predictor, which is by formula already."""
         return self
 
     def start(self, room_bytes: int, likely_index: int | None) -> int | None:
-        """Return ``likely_index``: a formula costs the same at any length."""
+        """Begin at the known likely edge; nothing is gained by another start."""
         del room_bytes
         return likely_index
 
     def at(self, length_tokens: int, room_bytes: int | None = None) -> PredictedPeak:
         """The predicted peak in bytes by term; outside the allocator, by the user's constants."""
-        question, limit, settings = self.question, self.memory_limit, self.cell.settings
-        place = question.model.shape, settings, self.cell.layout
-        step = Step(*place, length_tokens, question.device, question.prompt_tokens)
+        question = self.question
+        limit = self.memory_limit
+        step = Step(
+            question.model.shape,
+            self.cell.settings,
+            self.cell.layout,
+            length_tokens,
+            question.device,
+            question.prompt_tokens,
+        )
         found = self.closed_form(step)
         if limit.constants is not None:
             outside = outside_terms_of(step, limit.constants)
@@ -103,8 +112,8 @@ class FormulaPredictor:
         fits = fits and found.fits_host(limit.host_bytes) and not found.lacks_for_rollout_bytes
         return PredictedPeak(footprint=found, needed_bytes=needed_bytes, fits=fits)
 
-    def most_needed_bytes(self, factors: Factors | None) -> int:
-        """The largest predicted need that leaves the headroom and whose upper end fits."""
+    def capacity_room_bytes(self, factors: Factors | None) -> int:
+        """The room of a capacity: most bytes that leave the headroom and whose upper end fits."""
         limit_bytes = self.memory_limit.device_bytes
         left_bytes = limit_bytes - self.question.margin_bytes
         if factors is None:
@@ -143,7 +152,7 @@ class Replays:
 class ReplayPredictor:
     """Predicts by replays of traced steps; memory that no trace has, and the host's, by formula."""
 
-    formula: FormulaPredictor
+    by_formula: FormulaPredictor
     replay: Replay
     """Replays a length."""
     alive: Callable[[int, int], tuple[Alive, ...]]
@@ -155,13 +164,14 @@ class ReplayPredictor:
 
     def start(self, room_bytes: int, likely_index: int | None) -> int | None:
         """The longest length by formula; if there is ``aim``, ``likely_index`` or ``aim`` of it."""
-        if self.aim is None:
-            return longest(self.formula, room_bytes)
-        return self.aim(longest(self.formula, room_bytes)) if likely_index is None else likely_index
+        if self.aim is not None and likely_index is not None:
+            return likely_index
+        index = longest(self.by_formula, room_bytes)
+        return index if self.aim is None else self.aim(index)
 
     def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
         """The peak of a replay in ``room_bytes``; near its limit the allocator caches less."""
-        footprint = self.formula.at(length_tokens).footprint
+        footprint = self.by_formula.at(length_tokens).footprint
         if self.outside is not None:
             footprint = footprint.replace(outside=self.outside)
         outside_bytes = footprint.outside_bytes
@@ -170,7 +180,7 @@ class ReplayPredictor:
         return PredictedPeak(
             footprint=footprint,
             needed_bytes=replayed.peak_reserved_bytes + outside_bytes,
-            fits=replayed.fits and footprint.fits_host(self.formula.memory_limit.host_bytes),
+            fits=replayed.fits and footprint.fits_host(self.by_formula.memory_limit.host_bytes),
             replayed=replayed,
             alive=lambda: self.alive(length_tokens, peak_at),
         )
@@ -179,58 +189,80 @@ class ReplayPredictor:
 def predict_cells(
     question: Question,
     memory_limit: MemoryLimit,
-    predictor_of: PredictorOf,
+    make_predictor: PredictorOf,
     calibration: Calibration | None = None,
-    asked: Asked = "everything",
+    extent: Extent = "everything",
 ) -> tuple[CellPrediction, ...]:
     """Predict every cell of the question, in its order; intervals need a ``calibration``."""
     return tuple(
         predict_cell(
-            predictor_of(question, cell, memory_limit),
+            make_predictor(question, cell, memory_limit),
             calibration and calibration.of(cell.settings.allocator),
-            asked,
+            extent,
         )
         for cell in question.cells
     )
 
 
 def predict_cell(
-    predictor: Predictor, factors: Factors | None = None, asked: Asked = "everything"
+    predictor: Predictor, factors: Factors | None = None, extent: Extent = "everything"
 ) -> CellPrediction:
     """Predict a cell: the longest length that leaves the headroom and (with factors) whose upper
     end fits, and the longest that fits by the prediction alone.
     """
-    formula = predictor.formula
-    question, limit_bytes = formula.question, formula.memory_limit.device_bytes
-    grid, size = question.grid, max(1, question.size_of(formula.cell))
-    if not formula.at(grid.length(1)).footprint.fits_host(formula.memory_limit.host_bytes):
-        bound = predict_at(formula, grid.length(1), factors)
-        return bound.replace(likely_tokens=0)
-    most_bytes, likely_index = formula.most_needed_bytes(factors), None
-    if predictor is formula or asked == "everything" or most_bytes == limit_bytes:
-        likely_index = longest(predictor, limit_bytes)
-    index = likely_index
-    if index is None or most_bytes != limit_bytes:
-        index = longest(predictor, most_bytes, likely_index=likely_index)
-    if not index and asked == "fit":
-        predictor = formula
-    # if no length leaves the headroom, the longest that may fit is shown
-    shown_index = index or likely_index or 1
+    by_formula = predictor.by_formula
+    grid = by_formula.question.grid
+    limit = by_formula.memory_limit
+    if not by_formula.at(grid.length(1)).footprint.fits_host(limit.host_bytes):
+        return predict_at(by_formula, grid.length(1), factors).replace(likely_tokens=0)
+    capacity_room_bytes = by_formula.capacity_room_bytes(factors)
+    capacity_index, likely_index = _edges(predictor, capacity_room_bytes, extent)
+    if capacity_index:
+        shown_index = capacity_index
+        room_bytes = capacity_room_bytes
+    elif likely_index:  # no length leaves the headroom: the longest that may fit is shown
+        shown_index = likely_index
+        room_bytes = limit.device_bytes
+    else:  # none fits at all: the shortest is shown, in as much room as it needs
+        shown_index = 1
+        room_bytes = None
+    if not capacity_index and extent == "fit":
+        predictor = by_formula
+    is_whole = extent == "everything"
     predicted = _predicted_length(
-        *(predictor, grid.length(shown_index), factors),
-        room_bytes=most_bytes if index else limit_bytes if likely_index else None,
-        is_whole=asked == "everything",
+        predictor, grid.length(shown_index), factors, room_bytes=room_bytes, is_whole=is_whole
     )
-    if not index and shown_index > 1:
+    if not capacity_index and shown_index > 1:
         shortest = _predicted_length(predictor, grid.length(1), factors)
         predicted = predicted.replace(lacks_bytes=shortest.lacks_bytes)
-    beyond = formula.at(grid.length(index + 1)).footprint if index < size else None
-    return predicted.replace(
-        capacity_tokens=grid.length(index) if index else 0,
-        does_not_fit_tokens=grid.length(index + 1) if index < size else None,
-        binding="ceiling" if beyond is None else _binding(beyond, formula.memory_limit),
-        likely_tokens=likely_index and grid.length(likely_index),
+    predicted = predicted.replace(
+        capacity_tokens=grid.length(capacity_index) if capacity_index else 0,
+        likely_tokens=grid.length(likely_index) if likely_index else likely_index,
     )
+    if capacity_index >= _last_index(by_formula):
+        return predicted.replace(binding="ceiling")
+    longer_tokens = grid.length(capacity_index + 1)
+    longer = by_formula.at(longer_tokens).footprint
+    return predicted.replace(does_not_fit_tokens=longer_tokens, binding=_binding(longer, limit))
+
+
+def _edges(predictor: Predictor, room_bytes: int, extent: Extent) -> tuple[int, int | None]:
+    """Grid indices of the longest length that fits ``room_bytes``, and of the longest that fits the
+    whole limit. 0: no length fits; None: it is not searched for, since replays take time.
+    """
+    limit_bytes = predictor.by_formula.memory_limit.device_bytes
+    if room_bytes == limit_bytes:
+        index = longest(predictor, limit_bytes)
+        return index, index
+    likely_index = None
+    if predictor is predictor.by_formula or extent == "everything":
+        likely_index = longest(predictor, limit_bytes)
+    return longest(predictor, room_bytes, likely_index=likely_index), likely_index
+
+
+def _last_index(by_formula: FormulaPredictor) -> int:
+    """Grid index of the longest length that the cell can try, at least 1."""
+    return max(1, by_formula.question.size_of(by_formula.cell))
 
 
 def predict_at(
@@ -239,16 +271,17 @@ def predict_at(
     """Predict one length of a cell: ``capacity_tokens`` is the length if it leaves the headroom and
     (with factors) its upper end fits, else 0.
     """
-    formula = predictor.formula
+    by_formula = predictor.by_formula
+    limit = by_formula.memory_limit
     predicted = _predicted_length(
-        predictor, length_tokens, factors, room_bytes=formula.most_needed_bytes(factors)
+        predictor, length_tokens, factors, room_bytes=by_formula.capacity_room_bytes(factors)
     )
-    has_host = predicted.footprint.fits_host(formula.memory_limit.host_bytes)
+    has_host = predicted.footprint.fits_host(limit.host_bytes)
     fits = predicted.lacks_bytes is None and has_host
     return predicted.replace(
         capacity_tokens=length_tokens if fits else 0,
         does_not_fit_tokens=None if fits else length_tokens,
-        binding=_binding(predicted.footprint, formula.memory_limit),
+        binding=_binding(predicted.footprint, limit),
         risk=predicted.risk if has_host else None,
     )
 
@@ -271,15 +304,20 @@ def _predicted_length(
     """Predict one length; the caller sets which is the longest. ``room_bytes`` None: the length is
     known not to fit, so its need has no limit. ``is_whole``: list the tensors live at the peak.
     """
-    formula, peak = predictor.formula, predictor.at(length_tokens, room_bytes)
-    question, limit_bytes = formula.question, formula.memory_limit.device_bytes
-    footprint, replayed = peak.footprint.within(limit_bytes), peak.replayed
-    needed_bytes = high_bytes = peak.needed_bytes
-    used_bytes, around = footprint.device_used_bytes, None
+    by_formula = predictor.by_formula
+    limit_bytes = by_formula.memory_limit.device_bytes
+    peak = predictor.at(length_tokens, room_bytes)
+    replayed = peak.replayed
+    footprint = peak.footprint.within(limit_bytes)
+    used_bytes = footprint.device_used_bytes
+    needed_bytes = peak.needed_bytes
+    high_bytes = needed_bytes
+    around = None
     if replayed is not None:
         alive = peak.alive() if is_whole and peak.alive is not None else ()
         fits = peak.fits and room_bytes is not None
-        replayed, used_bytes = replayed.replace(fits=fits, alive=alive), needed_bytes
+        replayed = replayed.replace(fits=fits, alive=alive)
+        used_bytes = needed_bytes
     if factors is not None:
         high_bytes = interval(needed_bytes, factors).high_bytes
         around = interval(used_bytes, factors)
@@ -287,53 +325,54 @@ def _predicted_length(
         high = max(high_bytes, min(around.high_bytes, limit_bytes))
         around = around.replace(high_bytes=high)
     headroom_bytes = limit_bytes - needed_bytes
-    lacks_bytes = max(question.margin_bytes - headroom_bytes, high_bytes - limit_bytes)
+    lacks_bytes = max(by_formula.question.margin_bytes - headroom_bytes, high_bytes - limit_bytes)
     lacks_bytes = max(lacks_bytes, footprint.lacks_for_rollout_bytes)
     return CellPrediction(
-        cell=formula.cell,
+        cell=by_formula.cell,
         capacity_tokens=0,
         does_not_fit_tokens=None,
         binding="device",
         footprint=footprint,
         headroom_bytes=headroom_bytes,
         lacks_bytes=max(0, lacks_bytes) or None,
-        risk=_risk(formula, footprint, headroom_bytes, high_bytes),
+        risk=_risk(by_formula, footprint, headroom_bytes, high_bytes),
         replayed=replayed,
         interval=around,
     )
 
 
 def _risk(
-    formula: FormulaPredictor, footprint: Footprint, headroom_bytes: int, high_bytes: int
+    by_formula: FormulaPredictor, footprint: Footprint, headroom_bytes: int, high_bytes: int
 ) -> Risk | None:
     """How sure it is that a length fits that leaves ``headroom_bytes`` by the prediction itself and
     needs ``high_bytes`` by its upper end; None if not even the prediction itself fits.
     """
-    limit = formula.memory_limit
+    limit = by_formula.memory_limit
     if headroom_bytes < 0 or footprint.lacks_for_rollout_bytes:
         return None
     if high_bytes > limit.device_bytes:
         return "tight"
     host_bytes = limit.host_bytes and int(HOST_KEPT * limit.host_bytes)
-    if formula.cell.settings.uses_host and not footprint.fits_host(host_bytes):
+    if by_formula.cell.settings.uses_host and not footprint.fits_host(host_bytes):
         return "likely"
-    card_bytes = formula.question.device_total_bytes or limit.device_bytes
+    card_bytes = by_formula.question.device_total_bytes or limit.device_bytes
     return "safe" if headroom_bytes >= default_headroom_bytes(card_bytes) else "likely"
 
 
 def longest(predictor: Predictor, room_bytes: int, *, likely_index: int | None = None) -> int:
     """Grid index of the longest length that fits the room, 0 if none; arguments as in ``start``."""
-    formula = predictor.formula
-    grid, cell = formula.question.grid, formula.cell
-    end, start = max(1, formula.question.size_of(cell)), predictor.start(room_bytes, likely_index)
+    by_formula = predictor.by_formula
+    question = by_formula.question
+    end = _last_index(by_formula)
+    start = predictor.start(room_bytes, likely_index)
 
     def fits(index: int) -> bool:
-        return predictor.at(grid.length(index), room_bytes).fits
+        return predictor.at(question.grid.length(index), room_bytes).fits
 
-    for first, last in formula.question.growing_ranges(cell, end):
-        # if not even the shortest length of a range fits, none of the range does
-        is_near = (start is None and last == end) or first <= (start or 0) <= last
-        found = edge(start if is_near else first, last, fits, first=first)
+    for first, last in question.growing_ranges(by_formula.cell, end):
+        # a range without the start begins with its shortest length: if that does not, none fits
+        holds_start = last == end if start is None else first <= start <= last
+        found = edge(start if holds_start else first, last, fits, first=first)
         if found:
             return found
     return 0

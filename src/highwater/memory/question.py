@@ -1,24 +1,29 @@
 """The question of a prediction: all settings and layouts on GPUs, and the GPUs' memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import msgspec
-
 from highwater.errors import ModelError, UsageError
-from highwater.memory.capacity import TRACED_ACCURACY, CellPrediction, MemoryLimit, Prediction
+from highwater.memory.capacity import (
+    TRACED_ACCURACY,
+    CellPrediction,
+    FailedAllocation,
+    MemoryLimit,
+    Prediction,
+)
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.formula.rollout import SHARES
 from highwater.memory.interval.calibration import Calibration
+from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trainers import (
     MEMORY,
     accuracy,
     by_replay,
     calibration_of,
-    predict_by_formula,
+    predict_untraced,
     refused_settings,
 )
 from highwater.model.model import load_model
@@ -77,37 +82,37 @@ def predicted_question(
             hint = "use `--length 2` or more: one to read, one to predict"
             raise UsageError("a length of 1 token", hint=hint)
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
-    plan_here = partial(
-        plan,
-        machine=where.machine(),
-        trainer=trainer,
-        within_machines=not where.may_shard_across,
-        machines=where.machines,
-    )
-    plans = list(map(plan_here, _requests(model, where, trainer, settings)))
+    plans = [
+        plan(
+            request,
+            where.machine(),
+            trainer=trainer,
+            within_machines=not where.may_shard_across,
+            machines=where.machines,
+        )
+        for request in _requests(model, where, trainer, settings)
+    ]
     every = (cell for each in plans for cell in each.question.cells)
     cells = tuple(sorted(every, key=lambda cell: cell.settings.activations == "host"))
-    longest = plans[0].question.grid.max_tokens
-    notes = (
-        *(ZERO_NOTE,) * is_zero,
-        *plans[0].notes,
-        *_ring_notes(model, where, trainer, settings, longest),
-    )
+    question = plans[0].question.replace(cells=cells)
+    notes = (ZERO_NOTE,) if is_zero else ()
+    notes += plans[0].notes
+    notes += _ring_notes(model, where, trainer, settings, question.grid.max_tokens)
     notes += tuple(_hardware_notes(where, cells))
-    shape = plans[0].question.model.shape
+    shape = question.model.shape
     if shape.widest_head > WIDEST_FUSED_HEAD and trainer == OURS:
         notes += (BASIS_IN_WORDS["of_wide_heads"],)
     if shape.delta is not None and trainer == OURS:
         notes += (BASIS_IN_WORDS["of_an_operator"],)
-    return msgspec.structs.replace(plans[0].question, cells=cells), notes
+    return question, notes
 
 
 def _requests(
     model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> list[Request]:
-    """One request for each ladder: without offload; then, unless the settings fix it, with the
-    moments on the host, and with all states on the host. Each also tries activations on the host,
-    and every Ulysses degree that works.
+    """One request for each value of offload: without; then, unless the settings fix it, with the
+    moments on the host, and with all states on the host. ``cells_of`` makes ladders of each: with
+    activations on the GPU and on the host, in every Ulysses degree that works.
     """
     refused = refused_settings(trainer, settings)
     if refused:
@@ -135,7 +140,10 @@ def _requests(
         "gpus": [where.gpus],
         **_default_degrees(model, where, trainer, settings),
         "device": "cuda",
-        "dry_run": True,  # this machine is not checked; a finer grid past the native length
+        # Effects, in nouns/plan.py and nouns/trial_hardware.py: the grid is as fine past the native
+        # length as before it; the proof is full; this machine's GPUs and host memory are not
+        # checked; and the question is ``simulated``.
+        "dry_run": True,
         **_copies_of_machines(where),
         **MEMORY[trainer].fixed_fields(settings),
     }
@@ -144,7 +152,7 @@ def _requests(
             f"the trainer {trainer} has its moments in host memory only with all the rest",
             hint="use `--offload`, or leave `--offload states` out",
         )
-    asked = [{**common, **settings}]
+    requested = [{**common, **settings}]
     # other optimizers do not update on the host, and a model in nf4 does not come from there
     may_offload = settings.get("optimizer", "adamw") == "adamw"
     may_offload &= settings.get("lora_base", "bf16") == "bf16"
@@ -155,10 +163,10 @@ def _requests(
         is_sharded = {**offloaded, **settings}["strategy"] == "fsdp2"
         has_states = TRAINERS[trainer].offloads_states and settings.get("lora") is None
         kinds = ("states", True) if has_states and is_sharded else (True,)
-        asked += [{**common, **offloaded, "offload": what, **settings} for what in kinds]
+        requested += [{**common, **offloaded, "offload": what, **settings} for what in kinds]
     if not is_native and not TRAINERS[trainer].refused(["activations"]):
-        asked = [{"activations": "auto", **each} for each in asked]
-    return [request_from(fields, keywords=True) for fields in asked]
+        requested = [{"activations": "auto", **fields} for fields in requested]
+    return [request_from(fields, keywords=True) for fields in requested]
 
 
 def _copies_of_machines(where: Cluster) -> dict[str, Any]:
@@ -245,25 +253,42 @@ def _hardware_notes(where: Cluster, cells: Sequence[Cell]) -> Iterator[str]:
         )
 
 
-def prediction_of(
-    question: Question,
-    where: Cluster,
-    memory_limit: MemoryLimit,
-    trainer: TrainerName,
-    cells: tuple[CellPrediction, ...],
-    **told: Any,
-) -> Prediction:
-    """Make a ``Prediction`` of predicted cells; ``told``: other fields, a cost amount and price."""
-    is_one_length = told["length_tokens"] is not None
-    cells, native = with_frontier(question, cells, is_one_length=is_one_length), None
-    replayed, notes = sum(cell.replayed is not None for cell in cells), told.pop("notes")
-    amount, price = told.pop("amount", None), told.pop("price", None)
-    if told["method"] == "trace":
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionTask:
+    """A question, where and how it is answered, and what is said beside its predicted cells."""
+
+    question: Question
+    where: Cluster
+    memory_limit: MemoryLimit
+    trainer: TrainerName
+    calibration: Calibration | None
+    method: PredictionMethod = "formula"
+    length_tokens: int | None = None
+    """The one length that was asked about; None: the longest that fits."""
+    amount_tokens: int | None = None
+    """Tokens of a training whose cost is asked for; None: it is not."""
+    hour_dollars: float | None = None
+    """Price of one GPU for an hour; None: the catalog's."""
+    tried: FailedAllocation | None = None
+    notes: tuple[str, ...] = ()
+
+
+def prediction_of(task: PredictionTask, cells: tuple[CellPrediction, ...]) -> Prediction:
+    """The ``Prediction`` of a task whose cells are predicted."""
+    question = task.question
+    where = task.where
+    trainer = task.trainer
+    is_one_length = task.length_tokens is not None
+    cells = with_frontier(question, cells, is_one_length=is_one_length)
+    native = None
+    notes = task.notes
+    if task.method == "trace":
         errors = TRACED_ACCURACY
     else:
-        errors = accuracy(question, trainer, replayed, told["calibration"])
+        replayed = sum(cell.replayed is not None for cell in cells)
+        errors = accuracy(question, trainer, replayed, task.calibration)
         if not is_one_length:
-            native = at_native(question, memory_limit, trainer, told["calibration"])
+            native = at_native(question, task.memory_limit, trainer, task.calibration)
         if MEMORY[trainer].replay is not None:
             notes = (*notes, by_replay(replayed, len(cells)))
     found = Prediction(
@@ -274,25 +299,30 @@ def prediction_of(
         gpus=where.gpus,
         device_name=where.device_name,
         device_bytes=where.device_bytes,
-        memory_limit=memory_limit,
+        memory_limit=task.memory_limit,
         margin_bytes=question.margin_bytes,
+        length_tokens=task.length_tokens,
         cells=cells,
         native=native,
+        tried=task.tried,
+        method=task.method,
         accuracy=errors,
+        calibration=task.calibration,
         notes=notes,
-        **told,
     )
     best = found.explained
-    rope, first = best.cell.settings.rope, native or best
+    rope = best.cell.settings.rope
     scaled = yarn(question.model, length_tokens=best.reach_tokens, rope=rope)
+    found = found.replace(yarn_factor=scaled and scaled.factor)
+    first = native or best
     if first.reach_tokens:
         alone = alone_at(question, first.cell, first.reach_tokens)
-        memory_limit = with_most_share(alone, memory_limit, trainer, told["calibration"])
-    found = found.replace(yarn_factor=scaled and scaled.factor, memory_limit=memory_limit)
-    if amount is None or found.answer is None or best.step is None:
+        limit = with_most_share(alone, task.memory_limit, trainer, task.calibration)
+        found = found.replace(memory_limit=limit)
+    if task.amount_tokens is None or found.answer is None or best.step is None:
         return found
-    hour = hour_dollars_of(where.device_name, price)
-    cost = cost_of(amount, best.step, gpus=where.gpus, hour_dollars=hour)
+    hour = hour_dollars_of(where.device_name, task.hour_dollars)
+    cost = cost_of(task.amount_tokens, best.step, gpus=where.gpus, hour_dollars=hour)
     return found.replace(cost=cost)
 
 
@@ -321,7 +351,9 @@ def _token_s(question: Question, cell: Cell) -> float:
     """Seconds per token at the native length; by an H200's rates if the GPU's are unknown."""
     name = question.device_name if rates_of(question.device_name) else MEASURED
     step = predicted_step(
-        *(question.model.shape, cell.settings, cell.layout),
+        question.model.shape,
+        cell.settings,
+        cell.layout,
         length_tokens=question.grid.native_length_tokens,
         device_name=name,
     )
@@ -345,7 +377,7 @@ def with_most_share(
     most = rollout.gpu_memory_utilization or 0.0
     for share in SHARES:
         tried = limit.replace(rollout=rollout.replace(gpu_memory_utilization=share))
-        if share > most and predict_by_formula(alone, tried, trainer, known)[0].capacity_tokens:
+        if share > most and predict_untraced(alone, tried, trainer, known)[0].capacity_tokens:
             most = share
     return limit.replace(rollout=rollout.replace(most_utilization=most))
 
@@ -358,7 +390,7 @@ def at_native(
     if not question.grid.start_tokens <= native <= question.grid.max_tokens:
         return None
     for cell in sorted(question.cells, key=simplicity):
-        (found,) = predict_by_formula(alone_at(question, cell, native), limit, trainer, known)
+        (found,) = predict_untraced(alone_at(question, cell, native), limit, trainer, known)
         if found.capacity_tokens:
             return found
     return None
@@ -380,7 +412,7 @@ def placed(question: Question, machine: Machine) -> Cell:
     question = question.replace(margin_bytes=margin_bytes)
     host_bytes = (question.simulated and question.host_memory_bytes) or machine.host_bytes
     limit = MemoryLimit(device_bytes=memory_bytes, host_bytes=host_bytes)
-    found = predict_by_formula(question, limit, OURS, calibration_of(question, OURS), asked="fit")
+    found = predict_untraced(question, limit, OURS, calibration_of(question, OURS), extent="fit")
     fits = [each for each in found if each.capacity_tokens]
     if fits:
         return min(fits, key=lambda each: each.step.time_s if each.step else 0.0).cell

@@ -19,7 +19,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.predictor import predict_cells
 from highwater.memory.question import memory_limit_of
-from highwater.memory.trainers import MEMORY, predict_by_formula
+from highwater.memory.trainers import MEMORY, predict_untraced
 from highwater.model.model import Model, load_model
 from highwater.nouns.capacities import Capacity
 from highwater.nouns.cluster import Cluster, own_memory, refuse_small_gpu
@@ -256,11 +256,11 @@ def table_accuracy(
 ) -> TableAccuracy:
     """Predict every cell of a table, without intervals, and compare. ``memory_limits``: by kind."""
     row = MEMORY[trainer]
-    by_formula = partial(predict_cells, predictor_of=row.by_formula)
+    by_formula = partial(predict_cells, make_predictor=row.by_formula)
     alone = _accuracy(table, trainer, memory_limits, by_formula)
     if row.replay is None:
         return alone
-    by_replay = partial(predict_by_formula, trainer=trainer, known=None)
+    by_replay = partial(predict_untraced, trainer=trainer, known=None)
     found = _accuracy(table, trainer, memory_limits, by_replay)
     return found.replace(closed_form=alone.per_settings if found.replayed_cells else ())
 

@@ -1,4 +1,9 @@
-"""Memory prediction by trainer: the constant ``MEMORY`` of each trainer's module, and its use."""
+"""Memory prediction by trainer: the constant ``MEMORY`` of each trainer's module, and its use.
+
+The modules are in ``highwater/trainers``. ``predict_untraced`` makes a ``TrainerMemory.predictor``
+for each cell; its ``FormulaPredictor.at`` calls the trainer's ``TrainerMemory.formula``. In
+``trainers/highwater.py`` that is ``likely_footprint`` (``memory/formula/formula.py``).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +16,7 @@ from highwater.memory.formula.formula import Formula
 from highwater.memory.interval.calibration import Calibration, calibrate
 from highwater.memory.interval.residuals import PredictionMethod, Residual, study_residuals
 from highwater.memory.predictor import (
-    Asked,
+    Extent,
     FormulaPredictor,
     Predictor,
     PredictorOf,
@@ -69,9 +74,9 @@ class TrainerMemory:
     refuse: Callable[[TrialSpec, ModelShape], None] | None = None
     """Raises UsageError for a trial that the trainer's file cannot express. None: it has all."""
 
-    def by_formula(self, *asked: *tuple[Question, Cell, MemoryLimit]) -> FormulaPredictor:
+    def by_formula(self, question: Question, cell: Cell, limit: MemoryLimit) -> FormulaPredictor:
         """The closed form for a question, cell and memory limit; each length is computed once."""
-        return FormulaPredictor(cache(self.formula), *asked)
+        return FormulaPredictor(cache(self.formula), question, cell, limit)
 
     def predictor(self, question: Question, cell: Cell, limit: MemoryLimit) -> Predictor:
         """The cell's bundled replay; its closed form if it has no trace, or has a rollout."""
@@ -87,7 +92,8 @@ def _composed(memory: TrainerMemory, name: str) -> TrainerMemory:
 
 
 MEMORY: Mapping[TrainerName, TrainerMemory] = TrainerParts(TrainerName, "MEMORY", _composed)
-"""How the memory of each trainer is predicted, by the name that ``--trainer`` takes."""
+"""How the memory of each trainer is predicted, by the name that ``--trainer`` takes: ``MEMORY`` of
+its module, which is imported at the first use, for ``highwater`` ``trainers/highwater.py``."""
 
 
 def refused_settings(trainer: TrainerName, named: Mapping[str, Any]) -> list[str]:
@@ -97,21 +103,23 @@ def refused_settings(trainer: TrainerName, named: Mapping[str, Any]) -> list[str
     return [name for name in refused if name not in always or named[name] != always[name]]
 
 
-def predict_by_formula(
+def predict_untraced(
     question: Question,
     memory_limit: MemoryLimit,
     trainer: TrainerName,
     known: Calibration | None,
     *,
-    asked: Asked = "everything",
+    extent: Extent = "everything",
 ) -> tuple[CellPrediction, ...]:
-    """Predict every cell of a question, in its order, by closed form or by replay of a trace."""
-    row = MEMORY[trainer]
-    cells = predict_cells(question, memory_limit, row.predictor, known, asked)
-    return tuple(_with_step(question, cell) for cell in cells) if row.is_timed else cells
+    """Predict every cell of a question, in its order, without a new trace: by the trainer's closed
+    form, or by replay of a trace that comes with the package.
+    """
+    memory = MEMORY[trainer]
+    cells = predict_cells(question, memory_limit, memory.predictor, known, extent)
+    return tuple(_with_step(question, cell) for cell in cells) if memory.is_timed else cells
 
 
-def predictor_of(question: Question, cell: Cell, usable_bytes: int) -> FormulaPredictor | None:
+def formula_of_trials(question: Question, cell: Cell, usable_bytes: int) -> FormulaPredictor | None:
     """Predictor by the formula of the question's trainer; None if the trainer has no formula of its
     own, as only its configuration says which loss its trials have.
     """
@@ -129,7 +137,9 @@ def _with_step(question: Question, cell: CellPrediction) -> CellPrediction:
     if not length_tokens:
         return cell
     step = predicted_step(
-        *(question.model.shape, cell.cell.settings, cell.cell.layout),
+        question.model.shape,
+        cell.cell.settings,
+        cell.cell.layout,
         length_tokens=length_tokens,
         device_name=question.device_name,
     )

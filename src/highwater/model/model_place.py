@@ -297,7 +297,15 @@ def _named_directory(name: str) -> Path | None:
                     "there",
                 )
     if (path / CONFIG).is_file():
-        return _of_utf_8(path.resolve())
+        directory = path.resolve()
+        try:
+            str(directory).encode()
+        except UnicodeEncodeError as error:
+            raise ModelError(
+                f"the directory {directory} is not named in UTF-8",
+                hint="rename it: a study has to name it",
+            ) from error
+        return directory
     if path.is_dir() and catalog_model(name) is None:
         raise ModelError(
             f"{path} has no config.json",
@@ -309,17 +317,6 @@ def _named_directory(name: str) -> Path | None:
             hint="give the directory of a Hugging Face model, or its config.json",
         )
     return None
-
-
-def _of_utf_8(directory: Path) -> Path:
-    try:
-        str(directory).encode()
-    except UnicodeEncodeError as error:
-        raise ModelError(
-            f"the directory {directory} is not named in UTF-8",
-            hint="rename it: a study has to name it",
-        ) from error
-    return directory
 
 
 def _catalog_place(name: str) -> ModelPlace:

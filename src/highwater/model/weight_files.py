@@ -10,7 +10,7 @@ Source: https://github.com/huggingface/safetensors#format
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -82,8 +82,17 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         if (directory / name).is_file():
             return _indexed(directory / name) if name.endswith(".json") else (directory / name,)
     shards = sorted(path for path in _files(directory) if _SHARD.fullmatch(path.name))
-    if shards:
-        return _all_of(shards)
+    if shards:  # numbered files without an index
+        matches = [cast(re.Match[str], _SHARD.fullmatch(path.name)) for path in shards]
+        counts = {int(match[2]) for match in matches}
+        numbers = [int(match[1]) for match in matches]
+        if len(counts) > 1 or numbers != list(range(1, max(counts) + 1)):
+            raise ModelError(
+                f"{directory} has {len(shards)} numbered weight files, of {max(counts)}, and "
+                "no index",
+                hint="download the model again, all of its files",
+            )
+        return tuple(shards)
     kinds = (
         *("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*"),
         *("*.gguf", "tf_model*.h5", "*.msgpack"),
@@ -207,19 +216,6 @@ def _indexed(index: Path) -> tuple[Path, ...]:
             what = f"{gone}, the first {missing[0]}"
         raise ModelError(f"{index} names {what}", hint="download the model again, all of its files")
     return tuple(index.parent / file for file in files)
-
-
-def _all_of(shards: Sequence[Path]) -> tuple[Path, ...]:
-    """Return numbered files without an index, if the set is complete. Else raises ModelError."""
-    matches = [cast(re.Match[str], _SHARD.fullmatch(path.name)) for path in shards]
-    counts = {int(match[2]) for match in matches}
-    if len(counts) > 1 or [int(match[1]) for match in matches] != list(range(1, max(counts) + 1)):
-        raise ModelError(
-            f"{shards[0].parent} has {len(shards)} numbered weight files, of {max(counts)}, and "
-            "no index",
-            hint="download the model again, all of its files",
-        )
-    return tuple(shards)
 
 
 def _files(directory: Path, pattern: str = "*") -> list[Path]:

@@ -105,7 +105,13 @@ def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
     if answer is None:
         memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
         fits = study.longest_fit_tokens(cell)
-        fails = _shortest_failure(study, cell, max(fits or 0, memory_only or 0))
+        longest = max(fits or 0, memory_only or 0)
+        failed = (
+            spec.length_tokens
+            for spec, result in study.told_by(cell)
+            if spec.length_tokens > longest and not study.question.counts_as_fit(result)
+        )
+        fails = min(failed, default=None)
     else:
         memory_only = None if answer.memory_only is None else answer.memory_only.length_tokens
         fits = answer.capacity_tokens
@@ -142,16 +148,6 @@ def _capacity(
         command=None if question.foreign is None else question.foreign.typed or None,
         found_in=study.path or "a search that was not recorded",
     )
-
-
-def _shortest_failure(study: Study, cell: Cell, longest_fit: int) -> int | None:
-    """The shortest length above ``longest_fit`` that did not fit, or left too little headroom."""
-    failed = (
-        spec.length_tokens
-        for spec, result in study.told_by(cell)
-        if not study.question.counts_as_fit(result)
-    )
-    return min((tokens for tokens in failed if tokens > longest_fit), default=None)
 
 
 def _odd_tokens(study: Study, cell: Cell, fits: int, fails: int | None) -> tuple[int, ...]:

@@ -138,7 +138,20 @@ class _Named(NamedTuple):
 def _cluster(named: _Named, gpu_memory_bytes: int | None, machine: Machine | None) -> Cluster:
     count, name = named.gpus, named.kind
     if name is not None:
-        return _of_kind(_kind(name, named, gpu_memory_bytes), count or 1, gpu_memory_bytes)
+        kind = _kind(name, named, gpu_memory_bytes)
+        _refuse_unfit(kind)
+        memory_bytes = kind.usable_bytes if gpu_memory_bytes is None else gpu_memory_bytes
+        if memory_bytes is None:
+            raise UsageError(
+                f"the memory of {kind.name} is not in the catalog",
+                hint=f"add {own_memory(kind.name)}",
+            )
+        return Cluster(
+            gpus=count or 1,
+            device_name=kind.name,
+            device_bytes=memory_bytes,
+            compute_capability=kind.compute_capability,
+        )
     if gpu_memory_bytes is not None:
         return Cluster(
             gpus=count or 1, device_name=nameless(gpu_memory_bytes), device_bytes=gpu_memory_bytes
@@ -158,28 +171,7 @@ def _cluster(named: _Named, gpu_memory_bytes: int | None, machine: Machine | Non
     )
 
 
-def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster:
-    """GPUs of a kind that can train, with the kind's memory unless another is given."""
-    _refuse_unfit(kind)
-    memory = kind.usable_bytes if gpu_memory_bytes is None else gpu_memory_bytes
-    if memory is None:
-        raise UsageError(
-            f"the memory of {kind.name} is not in the catalog", hint=f"add {own_memory(kind.name)}"
-        )
-    return Cluster(
-        gpus=count,
-        device_name=kind.name,
-        device_bytes=memory,
-        compute_capability=kind.compute_capability,
-    )
-
-
-def names_no_kind(text: str) -> bool:
-    """True if a text has only counts, ``8`` or ``2x8``, and names no kind of GPU."""
-    return re.fullmatch(r"\s*\d+(?:\s*[xX×*]\s*\d+)?\s*", text) is not None
-
-
-def kinds_named(text: str | None) -> tuple[str, ...]:
+def gpus_listed(text: str | None) -> tuple[str, ...]:
     """The GPUs that a text lists: ``A100,8xH100`` names ``A100`` and ``8xH100``."""
     return () if text is None else tuple(filter(None, re.split(r"\s*[,+]\s*", text.strip())))
 

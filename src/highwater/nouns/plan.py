@@ -258,7 +258,7 @@ def plan(
     if (adapters := request.settings.adapters) is not None:
         refuse_no_target(model.shape, adapters)
     _refuse_experts(request.settings, model, device, trainer)
-    where = hardware_of(request, machine, model, device)
+    hardware = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     check_yarn(request, model, grid.max_tokens)
     skipped: tuple[str, ...] = ()
@@ -267,7 +267,7 @@ def plan(
             request,
             model.shape,
             device,
-            where.counts,
+            hardware.counts,
             has_ring=not TRAINERS[trainer].refused(["ring"]),
             within_machines=within_machines,
             machines=machines,
@@ -282,7 +282,7 @@ def plan(
     proof = proof_of(request, model, device)
     budget_s = budget_of(request, proof, device, cells)
     timeout_s = timeout_of(request, proof, budget_s, device, cells)
-    question = _question(request, model, where, cells, grid)
+    question = _question(request, model, hardware, cells, grid)
     if proof == "memory":
         question = question.replace(proof=proof, timeout_s=timeout_s)
     question.trial(cells[0], grid.start_tokens)  # raises for an impossible trial
@@ -304,11 +304,11 @@ def _foreign_plan(
     request = with_one_count(request, foreign).replace(
         proof="full", loss=FOREIGN[foreign.trainer].loss
     )
-    where = hardware_of(request, machine, model, device)
+    hardware = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
-    cells, skipped = cells_of(request, model.shape, device, where.counts)
+    cells, skipped = cells_of(request, model.shape, device, hardware.counts)
     budget_s = budget_of(request, "full", device, cells)
-    question = _question(request, model, where, cells, grid)
+    question = _question(request, model, hardware, cells, grid)
     question = question.replace(foreign=foreign, prompt_tokens=PROMPT_TOKENS)
     question.trial(cells[0], grid.start_tokens)  # raises for an impossible trial
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
@@ -321,13 +321,13 @@ def _foreign_plan(
 
 
 def _question(
-    request: Request, model: Model, where: TrialHardware, cells: tuple[Cell, ...], grid: Grid
+    request: Request, model: Model, hardware: TrialHardware, cells: tuple[Cell, ...], grid: Grid
 ) -> Question:
     return Question(
         model=model,
-        device=where.device,
-        device_name=where.device_name,
-        device_total_bytes=where.total_bytes,
+        device=hardware.device,
+        device_name=hardware.device_name,
+        device_total_bytes=hardware.total_bytes,
         memory_budget_bytes=request.memory_bytes,
         host_memory_bytes=request.host_memory_bytes,
         cells=cells,

@@ -149,7 +149,12 @@ def kept_pairs(pattern: SparsePatternConfig, length_tokens: int) -> int:
     keeps the tokens within the window and the global tokens before it.
     """
     if pattern.is_windowed:
-        return _pairs_in_window(pattern, length_tokens)
+        window = min(pattern.local_window_size, length_tokens)
+        further = length_tokens - window
+        pairs = causal_pairs(window) + further * window
+        # of the tokens further back, those that every token sees
+        held = min(pattern.global_tokens if pattern.pattern_type == "global_local" else 0, further)
+        return pairs + causal_pairs(held) + (further - held) * held
     size, pairs = pattern.block_size, 0
     for row, count in enumerate(_counts(pattern, length_tokens)):
         tokens = min(size, length_tokens - row * size)
@@ -204,12 +209,3 @@ def _counts(pattern: SparsePatternConfig, length_tokens: int) -> Iterator[int]:
     for row in range(-(-length_tokens // pattern.block_size)):
         # a whole number but for its last bits is one
         yield max(1, math.ceil(ratio * (row + 1) - 1e-9))
-
-
-def _pairs_in_window(pattern: SparsePatternConfig, length_tokens: int) -> int:
-    window = min(pattern.local_window_size, length_tokens)
-    further = length_tokens - window
-    pairs = causal_pairs(window) + further * window
-    # of the tokens further back, those that every token sees
-    held = min(pattern.global_tokens if pattern.pattern_type == "global_local" else 0, further)
-    return pairs + causal_pairs(held) + (further - held) * held

@@ -257,9 +257,10 @@ class Question(Record, frozen=True, kw_only=True):
     def growing_ranges(self, cell: Cell, size: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of grid indices, (first, last), the longest lengths first. Within a range a
         longer length takes more memory: as many sequences are packed, and experts always or never
-        run in tiles.
+        run in tiles. A dense model without a token budget has one range, (1, ``size``).
         """
-        tiled_from, degree = self.tiled_from(cell), cell.layout.context_degree
+        tiled_from = self.tiled_from(cell)
+        degree = cell.layout.context_degree
 
         def packed(index: int) -> tuple[int, bool]:
             # Sequences fall as lengths grow: negated they are in the order that bisect asks for.
@@ -268,7 +269,7 @@ class Question(Record, frozen=True, kw_only=True):
             return -sequences, 0 < tiled_from <= index
 
         while size:
-            first = bisect_left(range(1, size + 1), packed(size), key=packed) + 1
+            first = bisect_left(range(size + 1), packed(size), lo=1, key=packed)
             yield first, size
             size = first - 1
 

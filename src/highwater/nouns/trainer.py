@@ -175,11 +175,6 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     """Targets of ``highwater emit --for`` whose step is exactly this one, its own first: for no
     other it is a prediction. Without any its settings are typed as flags."""
 
-    @property
-    def knows_every_setting(self) -> bool:
-        """True if any field of ``Request`` may be named for it."""
-        return self.settings is None
-
     def refused(self, named: Iterable[str]) -> list[str]:
         """The fields of ``Request`` among ``named`` that it does not take, alphabetically."""
         known = self.settings

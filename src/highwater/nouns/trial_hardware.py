@@ -57,10 +57,10 @@ def hardware_of(request: Request, machine: Machine, model: Model, device: Device
         _refuse_what_needs_a_gpu(request, machine, model)
     counts = _counts(request, machine, device, model)
     gpus = used_gpus(machine, device=device, count=max(counts))
-    where = TrialHardware(device=device, counts=counts, gpus=gpus)
-    budget, total_bytes = request.memory_bytes, where.total_bytes
+    hardware = TrialHardware(device=device, counts=counts, gpus=gpus)
+    budget, total_bytes = request.memory_bytes, hardware.total_bytes
     limit = budget or total_bytes
-    if limit is None and where.device == "cuda":
+    if limit is None and hardware.device == "cuda":
         raise UsageError(
             "a dry run without a GPU needs a memory limit", hint="add `--memory 80GiB`"
         )
@@ -77,8 +77,8 @@ def hardware_of(request: Request, machine: Machine, model: Model, device: Device
             f"{format_bytes(total_bytes)}",
             hint="leave `--memory` out to use the whole card",
         )
-    present, workers = machine.host_memory_total_bytes, max(where.counts)
-    is_run_here = where.device == "cpu" and not request.dry_run
+    present, workers = machine.host_memory_total_bytes, max(hardware.counts)
+    is_run_here = hardware.device == "cpu" and not request.dry_run
     if budget is not None and is_run_here and budget * workers > present:
         raise MachineError(
             f"{workers} x {format_bytes(budget)} is more than this machine's memory, "
@@ -91,7 +91,7 @@ def hardware_of(request: Request, machine: Machine, model: Model, device: Device
             f"{format_bytes(limit)}",
             hint="use a smaller `--headroom`, or leave it out",
         )
-    return where
+    return hardware
 
 
 def cpu_memory(request: Request, machine: Machine) -> int:

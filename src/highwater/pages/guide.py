@@ -177,7 +177,7 @@ def trained(capacity: Capacity) -> tuple[str, ...]:
     extras = " and ".join(name for name, is_there in there.items() if is_there)
     objective = f"{settings.objective} with {extras}" if extras else settings.objective
     own = [name for name, is_there in _OWN.items() if is_there(settings)]
-    own = own if traits.knows_every_setting else []
+    own = own if traits.settings is None else []
     return (title, objective, *own, *other_training(settings), *left)
 
 

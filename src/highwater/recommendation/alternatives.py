@@ -12,7 +12,7 @@ from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.rollout import SHARES
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.memory.question import with_usual_host
-from highwater.memory.trainers import predict_by_formula
+from highwater.memory.trainers import predict_untraced
 from highwater.model.model import load_model
 from highwater.nouns.cells import heads_obstacle
 from highwater.nouns.cluster import Cluster
@@ -146,7 +146,7 @@ def _more_host_memory(goal: Goal) -> Alternative | None:
 def _needed_technique(goal: Goal) -> Alternative:
     """The largest memory term of the nearest cell, if no change is predicted to fit."""
     question, _ = goal.question(goal.budgets[-1], length_tokens=goal.length_tokens)
-    cells = predict_by_formula(question, goal.memory_limit, goal.trainer, goal.known(question))
+    cells = predict_untraced(question, goal.memory_limit, goal.trainer, goal.known(question))
     nearest = min(cells, key=lambda predicted: predicted.lacks_bytes or 0)
     largest = max(nearest.footprint.peak.terms, key=lambda term: term.bytes)
     size = format_bytes(largest.bytes)
@@ -169,7 +169,7 @@ def _techniques(goal: Goal) -> Iterator[_Change]:
             settings = {key: value for key, value in goal.settings.items() if key != name}
             yield f"leaving `{flag}` out", (), (flag,), replace(goal, settings=settings)
     yield from _rings(goal)
-    if TRAINERS[goal.trainer].knows_every_setting and goal.settings.get("micro_batches") != 1:
+    if TRAINERS[goal.trainer].settings is None and goal.settings.get("micro_batches") != 1:
         one = replace(goal, settings={**goal.settings, "micro_batches": 1})
         yield "one micro-batch a step", ("--micro-batches", "1"), (), one
     yield from _other_trainings(goal)

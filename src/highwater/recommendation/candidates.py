@@ -14,7 +14,7 @@ from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import NOT_MODELLED, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.interval.calibration import Calibration
 from highwater.memory.question import predicted_question, with_most_share
-from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
+from highwater.memory.trainers import MEMORY, calibration_of, predict_untraced
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.capacities import Capacity
@@ -145,7 +145,7 @@ def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
         question, _ = goal.question(sequences, length_tokens=goal.length_tokens)
         known = goal.known(question)
         on_a_grid, _ = goal.question(sequences, length_tokens=None)
-        here = predict_by_formula(question, goal.memory_limit, goal.trainer, known, asked="longest")
+        here = predict_untraced(question, goal.memory_limit, goal.trainer, known, extent="longest")
         longest = _longest(on_a_grid, goal.memory_limit, goal.trainer, known)
         # a length that is too short for some layouts has fewer cells than the grid
         by_cell = {each.cell: each for each in longest}
@@ -165,7 +165,7 @@ def first_fit(goal: Goal) -> Candidate | None:
     ]
     for _, question, known, cell in sorted(every, key=itemgetter(0)):
         one = question.replace(cells=(cell,))
-        (found,) = predict_by_formula(one, goal.memory_limit, goal.trainer, known, asked="fit")
+        (found,) = predict_untraced(one, goal.memory_limit, goal.trainer, known, extent="fit")
         if found.capacity_tokens or (may_fit is None and found.risk in ("likely", "tight")):
             may_fit = candidate_of(goal, found)
         if found.capacity_tokens:
@@ -207,7 +207,7 @@ def unknown_candidate(
     )
 
 
-_longest = lru_cache(maxsize=64)(partial(predict_by_formula, asked="longest"))
+_longest = lru_cache(maxsize=64)(partial(predict_untraced, extent="longest"))
 """The longest length of every cell; kept, as it is the same for every length of a guide."""
 
 
@@ -295,7 +295,7 @@ def _command(goal: Goal, cell: Cell) -> str:
     if kind is None or kind.usable_bytes != where.device_bytes:
         words += ["--gpu-memory", str(where.device_bytes)]
     traits = TRAINERS[goal.trainer]
-    if traits.knows_every_setting:
+    if traits.settings is None:
         words += setting_flags(settings)
     elif traits.traces != "bundled":
         words += ["--trainer", goal.trainer]

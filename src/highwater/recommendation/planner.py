@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
-from highwater.memory.trainers import predict_by_formula
+from highwater.memory.trainers import predict_untraced
 from highwater.nouns.plan import IN_HEAD_GROUPS
 from highwater.nouns.recommendation import Aim, Candidate, order
 from highwater.nouns.settings import Recompute
@@ -157,7 +157,7 @@ class _PlanSearch(NamedTuple):
     def _predicted(self, cell: Cell) -> _PlannedCell:
         goal, question = self.goal, self.question.replace(cells=(cell,))
         known = goal.known(question)
-        (found,) = predict_by_formula(question, goal.memory_limit, goal.trainer, known, asked="fit")
+        (found,) = predict_untraced(question, goal.memory_limit, goal.trainer, known, extent="fit")
         step = predicted_step(
             *(question.model.shape, cell.settings, cell.layout),
             length_tokens=goal.length_tokens,

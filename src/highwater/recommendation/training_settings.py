@@ -13,7 +13,7 @@ from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.predictor import FormulaPredictor, predict_cell
 from highwater.memory.question import placed
-from highwater.memory.trainers import calibration_of, predict_by_formula
+from highwater.memory.trainers import calibration_of, predict_untraced
 from highwater.model.model import Model, load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
@@ -186,7 +186,7 @@ class _Training:
             return predict_cell(
                 FormulaPredictor(likely_footprint, question, question.cells[0], limit)
             )
-        return predict_by_formula(question, limit, OURS, calibration_of(question, OURS))[0]
+        return predict_untraced(question, limit, OURS, calibration_of(question, OURS))[0]
 
     def rows_bytes(self, question: Question) -> int:
         """Bytes of a step's rows beyond a trial's: on the CPU all rows are in process memory."""

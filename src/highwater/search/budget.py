@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import takewhile
 
-from highwater.memory.trainers import predictor_of
+from highwater.memory.trainers import formula_of_trials
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import Launch, OnPhase, Outcome, Runner, TrialResult, TrialSpec, unheard
 from highwater.search.cell_search import NextTrial
@@ -110,7 +110,7 @@ def _fits(question: Question, cell: Cell, length_tokens: int) -> bool:
     """True if a length is predicted to fit, or if that cannot be predicted."""
     if question.memory_bytes is None:
         return True
-    predictor = predictor_of(question, cell, question.memory_bytes)
+    predictor = formula_of_trials(question, cell, question.memory_bytes)
     room_bytes = question.memory_bytes - question.margin_bytes
     return predictor is None or predictor.at(length_tokens, room_bytes).fits
 

@@ -16,7 +16,6 @@ from highwater.memory.predictor import predict_at, predict_cells
 from highwater.memory.trainers import MEMORY, calibration_of
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.codec import Record
-from highwater.nouns.hardware import Machine
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.request import Request
 from highwater.nouns.study import Cell, Question, Study
@@ -154,7 +153,14 @@ def completed_study(request: Request) -> Study | None:
         return None
     asked = None
     with suppress(HighwaterError):  # its question on a machine with the study's GPUs
-        machine = _machine_of(study.question)
+        where = Cluster(
+            gpus=max(cell.layout.gpus for cell in study.question.cells),
+            device_name=study.question.device_name,
+            device_bytes=study.question.device_total_bytes or 0,
+        )
+        machine = where.machine().replace(  # its host memory is assumed to suffice
+            host_memory_total_bytes=sys.maxsize, host_memory_available_bytes=sys.maxsize
+        )
         asked = searched(gone_on(request)[0], machine, study.question.cells).question
     if asked is None or asked.key != study.question.key:
         return None
@@ -199,15 +205,3 @@ def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
     prompt_tokens = study.question.prompt_tokens
     prompted = request.replace(prompt_tokens=prompt_tokens)
     return prompted, prompt_notes(path, study.question)
-
-
-def _machine_of(question: Question) -> Machine:
-    """Return the study's machine for a plan; its host memory is assumed to suffice."""
-    where = Cluster(
-        gpus=max(cell.layout.gpus for cell in question.cells),
-        device_name=question.device_name,
-        device_bytes=question.device_total_bytes or 0,
-    )
-    return where.machine().replace(
-        host_memory_total_bytes=sys.maxsize, host_memory_available_bytes=sys.maxsize
-    )

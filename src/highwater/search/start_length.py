@@ -23,9 +23,8 @@ from highwater.memory.capacity import (
     MemoryLimit,
     Prediction,
 )
-from highwater.memory.formula.layers import Step
-from highwater.memory.predictor import FormulaPredictor, longest
-from highwater.memory.trainers import predictor_of
+from highwater.memory.predictor import longest
+from highwater.memory.trainers import formula_of_trials
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
 from highwater.nouns.codec import record_in
 from highwater.nouns.hardware import SAME_MEMORY, kernels
@@ -60,31 +59,21 @@ MemoryLineOf = Callable[[Question, Cell, int], MemoryLine]
 """Memory line of a trainer before any trial, from question, cell, and usable bytes of a GPU."""
 
 
-def predicted_line(
-    question: Question, cell: Cell, usable_bytes: int, predictor: FormulaPredictor
-) -> MemoryLine:
-    """Fit a line to a trainer's formula at the predicted capacity and at twice that length."""
-    length_tokens = question.grid.length(longest(predictor, usable_bytes) or 1)
-    place = (question.model.shape, cell.settings, cell.layout)
-    steps = (
-        Step(*place, length, question.device, question.prompt_tokens)
-        for length in (length_tokens, 2 * length_tokens)
-    )
-    at, beyond = (predictor.closed_form(step).needed_bytes for step in steps)
-    tokens = _tokens_per_gpu(cell, length_tokens)
-    bytes_per_token = (beyond - at) / tokens
-    fixed_bytes = at - _states_bytes(question, cell) - bytes_per_token * tokens
-    return MemoryLine(fixed_bytes, bytes_per_token)
-
-
 def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
-    """Return the memory line of the question's trainer."""
-    predictor = predictor_of(question, cell, usable_bytes)
-    if predictor is not None:
-        return predicted_line(question, cell, usable_bytes, predictor)
-    foreign = question.foreign
-    assert foreign is not None, "our engine has a formula"  # noqa: S101
-    return _LINES[foreign.trainer](question, cell, usable_bytes)
+    """Return the memory line of the question's trainer: through its formula's bytes at the
+    predicted capacity and at twice that length, if it has a formula.
+    """
+    predictor = formula_of_trials(question, cell, usable_bytes)
+    if predictor is None:
+        foreign = question.foreign
+        assert foreign is not None, "our engine has a formula"  # noqa: S101
+        return _LINES[foreign.trainer](question, cell, usable_bytes)
+    length_tokens = question.grid.length(longest(predictor, usable_bytes) or 1)
+    at_bytes = predictor.at(length_tokens).needed_bytes
+    tokens = _tokens_per_gpu(cell, length_tokens)
+    bytes_per_token = (predictor.at(2 * length_tokens).needed_bytes - at_bytes) / tokens
+    fixed_bytes = at_bytes - _states_bytes(question, cell) - bytes_per_token * tokens
+    return MemoryLine(fixed_bytes, bytes_per_token)
 
 
 def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryLine:
@@ -138,7 +127,22 @@ def first_index(
     if memory_bytes is None:
         return None
     usable_bytes = memory_bytes - question.margin_bytes
-    line = _learned_line(question, cell, finished, usable_bytes, line_of)
+    line = before = line_of(question, cell, usable_bytes)
+    # it is corrected by finished cells whose tokens take as many bytes, wherever their states are,
+    # then by those of this rung
+    token_cost = cell.settings.holds_logits, cell.settings.recompute
+    rung = [answer for answer in finished if answer.cell.settings == cell.settings]
+    kin = [
+        each
+        for each in finished
+        if each not in rung
+        and (each.cell.settings.holds_logits, each.cell.settings.recompute) == token_cost
+        and line_of(question, each.cell, usable_bytes) == before
+    ]
+    for answers in (kin, rung):
+        for answer in _PASSES * answers:
+            taken_bytes = usable_bytes - _states_bytes(question, answer.cell)
+            line = _moved(line, before, taken_bytes, usable_bytes, answer)
     room_bytes = usable_bytes - _states_bytes(question, cell) - line.fixed_bytes
     tokens_per_gpu = room_bytes / line.bytes_per_token
     return _nearest_index(question.grid, tokens_per_gpu / _tokens_per_gpu(cell, 1))
@@ -151,25 +155,6 @@ def carried_start(question: Question, cell: Cell, finished: Sequence[CellAnswer]
     smaller = (answer.reach_tokens or 0 for answer in finished if precedes(answer.cell, cell))
     longest = max(smaller, default=0)
     return question.grid.index_at_most(longest) if longest else None
-
-
-def _learned_line(
-    question: Question,
-    cell: Cell,
-    finished: Sequence[CellAnswer],
-    usable_bytes: int,
-    line_of: MemoryLineOf,
-) -> MemoryLine:
-    """Return the memory line corrected by finished cells of equal token cost, then of this rung."""
-    line = before = line_of(question, cell, usable_bytes)
-    rung = [answer for answer in finished if answer.cell.settings == cell.settings]
-    others = (each for each in finished if each not in rung and _are_kin(each.cell, cell))
-    kin = [each for each in others if line_of(question, each.cell, usable_bytes) == before]
-    for answers in (kin, rung):
-        for answer in _PASSES * answers:
-            taken_bytes = usable_bytes - _states_bytes(question, answer.cell)
-            line = _moved(line, before, taken_bytes, usable_bytes, answer)
-    return line
 
 
 def _moved(
@@ -193,12 +178,6 @@ def _moved(
     moved = line.bytes_per_token + step * token_weight * tokens
     bytes_per_token = max(moved, line_of.bytes_per_token / 10)
     return MemoryLine(line.fixed_bytes + step * fixed_weight, bytes_per_token)
-
-
-def _are_kin(one: Cell, other: Cell) -> bool:
-    """True if a token takes as many bytes in both cells; where their states are does not matter."""
-    mine, theirs = one.settings, other.settings
-    return (mine.holds_logits, mine.recompute) == (theirs.holds_logits, theirs.recompute)
 
 
 def _states_bytes(question: Question, cell: Cell) -> float:
@@ -297,7 +276,7 @@ def expectation(
     if question.memory_bytes is None or unlike_trials(question) is not None:
         return None
     usable_bytes = question.memory_bytes - question.margin_bytes
-    predictor = predictor_of(question, cell, usable_bytes)
+    predictor = formula_of_trials(question, cell, usable_bytes)
     if predictor is None:
         return None
     index = longest(predictor, usable_bytes)

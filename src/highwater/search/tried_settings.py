@@ -8,8 +8,13 @@ from contextlib import suppress
 from highwater.errors import HighwaterError, ModelError
 from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
-from highwater.memory.question import memory_limit_of, predicted_question, prediction_of
-from highwater.memory.trainers import calibration_of, predict_by_formula
+from highwater.memory.question import (
+    PredictionTask,
+    memory_limit_of,
+    predicted_question,
+    prediction_of,
+)
+from highwater.memory.trainers import calibration_of, predict_untraced
 from highwater.model.model import load_model
 from highwater.nouns.cluster import Cluster, cluster
 from highwater.nouns.declaration import words_of
@@ -61,14 +66,19 @@ def _predicted(request: Request, machine: Machine, gpus: int) -> Iterator[Predic
     question, _ = predicted_question(request.model, where, OURS, None, named)
     known = calibration_of(question, OURS)
     groups: dict[tuple[int, ...], list[CellPrediction]] = {}
-    for each in predict_by_formula(question, limit, OURS, known):
+    for each in predict_untraced(question, limit, OURS, known):
         degrees = each.cell.layout.degree_settings
         several = (degrees.get(name, 1) for name in _DEGREES if len(named.get(name, ())) > 1)
         groups.setdefault(tuple(several), []).append(each)
     for group in groups.values():
-        asked = question.replace(cells=tuple(each.cell for each in group))
-        told = {"method": "formula", "length_tokens": None, "notes": (), "calibration": known}
-        yield prediction_of(asked, where, limit, OURS, tuple(group), **told)
+        task = PredictionTask(
+            question=question.replace(cells=tuple(each.cell for each in group)),
+            where=where,
+            memory_limit=limit,
+            trainer=OURS,
+            calibration=known,
+        )
+        yield prediction_of(task, tuple(group))
 
 
 def _memory(
@@ -108,7 +118,7 @@ def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> Form
             kept_bytes = default_headroom_bytes(where.device_bytes)
             question = question.replace(margin_bytes=kept_bytes)
         known = calibration_of(question, OURS)
-        cells = predict_by_formula(question, limit, OURS, known, asked="fit")
+        cells = predict_untraced(question, limit, OURS, known, extent="fit")
         is_tight = not any(cell.capacity_tokens for cell in cells)
         return PredictedLaw(
             shape=by_formula.shape, question=question, limit=limit, known=known, is_tight=is_tight

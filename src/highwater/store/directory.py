@@ -64,7 +64,16 @@ def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None
     free = shutil.disk_usage(directory).free
     if free < _with_spare(needed):
         said = _said(needed, "of shards", "of Hugging Face weights")
-        ways = _ways_to_save_less(needed, free)
+        less = {
+            "--save-hf never": needed._replace(hf_bytes=0),
+            "--checkpoint none": needed._replace(sharded_bytes=0),
+            "--checkpoint none --save-hf never": CheckpointBytes(sharded_bytes=0, hf_bytes=0),
+        }
+        enough = [f for f, rest in less.items() if rest != needed and free >= _with_spare(rest)]
+        # Both flags together are offered only if neither is enough.
+        fewest = [flags for flags in enough if len(enough) == 1 or " none --" not in flags]
+        ways = _roomy(needed, "--checkpoint-dir", "highwater-checkpoints")
+        ways += [f"use `{flags}`" for flags in fewest]
         raise _too_little(directory, f"a trial saves {said} below {directory}", needed, free, ways)
 
 
@@ -163,20 +172,6 @@ def _write_in(directory: Path) -> None:
         probe.write(b"\0" * _PROBE_BYTES)
         probe.flush()
         os.fsync(probe.fileno())
-
-
-def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
-    """Return alternatives, each sufficient: a folder with room, or flags to save less here."""
-    less = {
-        "--save-hf never": needed._replace(hf_bytes=0),
-        "--checkpoint none": needed._replace(sharded_bytes=0),
-        "--checkpoint none --save-hf never": CheckpointBytes(sharded_bytes=0, hf_bytes=0),
-    }
-    enough = [flags for flags, rest in less.items() if rest != needed and free >= _with_spare(rest)]
-    # Both flags together are offered only if neither is enough.
-    fewest = [flags for flags in enough if len(enough) == 1 or " none --" not in flags]
-    roomy = _roomy(needed, "--checkpoint-dir", "highwater-checkpoints")
-    return roomy + [f"use `{flags}`" for flags in fewest]
 
 
 def _roomy(needed: CheckpointBytes, flag: str, name: str) -> list[str]:

@@ -181,8 +181,9 @@ def _of_the_script(
 
 def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
     """Keys for the start of processes, and for sharing states and sequences."""
-    layout, has_fsdp2 = cell.layout, sharing == "ring" or cell.settings.strategy == "fsdp2"
-    if cell.settings.activations == "host" and (sharing == "heads" or not has_fsdp2):
+    layout, settings = cell.layout, cell.settings
+    has_fsdp2 = sharing == "ring" or settings.strategy == "fsdp2"  # even if FSDP1 was predicted
+    if settings.activations == "host" and (sharing == "heads" or not has_fsdp2):
         # Source: `FullyShardedDataParallelPlugin` of accelerate 1.15.0
         is_heads = sharing == "heads"
         raise UsageError(
@@ -198,7 +199,17 @@ def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
     }
     if sharing == "heads":
         return values | _deepspeed(cell)
-    fsdp = _fsdp(cell, is_second=sharing == "ring")
+    fsdp: dict[str, Value] = {
+        "version": 2 if has_fsdp2 else 1,
+        "reshard_after_forward": True if has_fsdp2 else "FULL_SHARD",
+        **({} if has_fsdp2 else {"use_orig_params": True}),
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "offload_params": settings.offloads_model,
+        "activation_checkpointing": settings.recompute != "none",
+        **({"activation_checkpointing_offload": True} if settings.activations == "host" else {}),
+        "cpu_ram_efficient_loading": True,
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
     return (
         values | {f"fsdp_config.fsdp_{name}": value for name, value in fsdp.items()} | _mesh(layout)
     )
@@ -239,23 +250,6 @@ def _mesh(layout: Layout) -> dict[str, Value]:
         **({"cp_backend": "torch", "cp_comm_strategy": "alltoall"} if ring > 1 else {}),
     }
     return {f"parallelism_config.parallelism_config_{name}": n for name, n in shares.items()}
-
-
-def _fsdp(cell: Cell, *, is_second: bool) -> dict[str, Value]:
-    """Keys of FSDP1 or FSDP2; ``is_second``: FSDP2, even if FSDP1 was predicted."""
-    settings = cell.settings
-    is_second |= settings.strategy == "fsdp2"
-    return {
-        "version": 2 if is_second else 1,
-        "reshard_after_forward": True if is_second else "FULL_SHARD",
-        **({} if is_second else {"use_orig_params": True}),
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "offload_params": settings.offloads_model,
-        "activation_checkpointing": settings.recompute != "none",
-        **({"activation_checkpointing_offload": True} if settings.activations == "host" else {}),
-        "cpu_ram_efficient_loading": True,
-        "state_dict_type": "SHARDED_STATE_DICT",
-    }
 
 
 ON_THE_CPU: Mapping[str, Any] = {

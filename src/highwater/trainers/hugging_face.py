@@ -88,22 +88,18 @@ def _learned() -> Mapping[str, Mapping[str, Moments]]:
 def _moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments | None:
     """The moments learned for a family and this kind of training; None if none were."""
     family = _ALIKE.get(shape.model_type, shape.model_type)
-    variant = _variant(settings, shards)
-    own = _learned().get(variant, {}).get(family)
-    if settings.liger == "all" or own is None:
-        return own
-    plain = _learned()[variant.removesuffix(" liger")][family]
-    return plain.replace(loss=own.loss)
-
-
-def _variant(settings: Settings, shards: int) -> str:
     is_narrow = settings.parameters == "bf16" or settings.deepspeed != "none" or shards > 1
     whole = "bf16" if is_narrow else "autocast"
     # DeepSpeed makes adapters bfloat16, too, and has no autocast
     adapters = "lora" if settings.deepspeed == "none" else "lora-bf16"
     adapters = "nf4" if settings.lora_base == "nf4" else adapters
     training = whole if settings.lora is None else adapters
-    return training if settings.holds_logits else f"{training} liger"
+    variant = training if settings.holds_logits else f"{training} liger"
+    own = _learned().get(variant, {}).get(family)
+    if settings.liger == "all" or own is None:
+        return own
+    plain = _learned()[variant.removesuffix(" liger")][family]
+    return plain.replace(loss=own.loss)
 
 
 def of_loss(tokens: int, vocabulary: int, hidden: int, *, is_whole: bool) -> Mapping[str, int]:

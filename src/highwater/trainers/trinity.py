@@ -267,7 +267,7 @@ def predictor(question: Question, cell: Cell, memory_limit: MemoryLimit) -> Repl
 
     outside_bytes = OUTSIDE_BYTES[layout.context_degree > 1]
     return ReplayPredictor(
-        formula=FormulaPredictor(cache(footprint), question, cell, memory_limit),
+        by_formula=FormulaPredictor(cache(footprint), question, cell, memory_limit),
         alive=lambda length_tokens, number: alive_at(trace, tokens(length_tokens), number),
         replay=lambda length_tokens, room_bytes: replays(tokens(length_tokens), room_bytes),
         outside=(Term("context, NCCL and the rest", outside_bytes),),

@@ -302,7 +302,11 @@ def classify_foreign(spec: TrialSpec, ending: ForeignEnding) -> Verdict:
         is_signalled = ending.exit_code > SIGNALLED
         if error.is_uncaught or not is_signalled:
             return _ran_out(spec, error)
-    return Verdict(Outcome.CRASHED, _crash(ending.exit_code, done, error, errors))
+    how = how_ended(ending.exit_code)
+    if done.steps:
+        how += f" after {counted(done.steps, 'step')}"
+    said = error or next(reversed(errors), None)  # the error that explains most
+    return Verdict(Outcome.CRASHED, f"{how}; its last error: {said.said}" if said else how)
 
 
 def _progress(spec: TrialSpec, lines: Sequence[LogLine]) -> StepsShown:
@@ -427,16 +431,6 @@ def _ran_out(spec: TrialSpec, error: LoggedError) -> Verdict:
     who = error.stream.strip(" :|>-")
     who = f"process {who}" if who.replace(",", "").isdecimal() else who
     return Verdict(outcome, f"{who}: {error.said}" if who else error.said)
-
-
-def _crash(
-    exit_code: int, done: StepsShown, error: LoggedError | None, errors: Sequence[LoggedError]
-) -> str:
-    """Describe a crash: exit status, steps done, and the error that explains most."""
-    how = how_ended(exit_code)
-    after = f" after {counted(done.steps, 'step')}" if done.steps else ""
-    said = error or next(reversed(errors), None)
-    return f"{how}{after}" if said is None else f"{how}{after}; its last error: {said.said}"
 
 
 def _steps(spec: TrialSpec, done: StepsShown) -> str:

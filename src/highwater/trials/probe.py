@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from highwater.errors import MachineError
-from highwater.nouns.cluster import Cluster, card_memory, cluster, names_no_kind
+from highwater.nouns.cluster import Cluster, card_memory, cluster
 from highwater.nouns.control_group import host_memory_bytes
 from highwater.nouns.environment import RECORDED_VARIABLES, Environment
 from highwater.nouns.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
@@ -92,7 +92,8 @@ def environment(machine: Machine | None = None) -> Environment:
 def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
     """The GPUs that a user names, or else this machine's. Raises the errors of ``cluster``."""
     text = None if gpus is None else str(gpus)
-    is_here = text is None or names_no_kind(text)
+    # counts alone, `8` or `2x8`, name no kind: this machine's is meant
+    is_here = text is None or re.fullmatch(r"\s*\d+(?:\s*[xX×*]\s*\d+)?\s*", text) is not None
     memory_bytes = None if gpu_memory is None else card_memory(str(gpu_memory))
     return cluster(text, gpu_memory_bytes=memory_bytes, machine=probe() if is_here else None)
 

@@ -184,7 +184,7 @@ class PredictedLaw(FormulaLaw):
         if self.is_tight:
             return self.limit.device_bytes
         known = self.known and self.known.of(spec.settings.allocator)
-        return self._predictor(spec).most_needed_bytes(known)
+        return self._predictor(spec).capacity_room_bytes(known)
 
     def _predictor(self, spec: TrialSpec) -> FormulaPredictor:
         cell = Cell(layout=spec.layout, settings=spec.settings)

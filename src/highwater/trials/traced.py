@@ -67,7 +67,7 @@ def predict_traced(
     for cell in question.cells:
         factors = calibration and calibration.of(cell.settings.allocator)
         traces = CellTraces(
-            formula=MEMORY[trainer].by_formula(question, cell, memory_limit),
+            by_formula=MEMORY[trainer].by_formula(question, cell, memory_limit),
             tracer=tracer,
             factors=factors,
         )
@@ -82,7 +82,7 @@ def predict_traced(
 class CellTraces:
     """Traces of one cell, made once each, two at a time; and the predictor that replays them."""
 
-    formula: FormulaPredictor
+    by_formula: FormulaPredictor
     tracer: Tracer
     factors: Factors | None
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=2))
@@ -92,12 +92,15 @@ class CellTraces:
     def __post_init__(self) -> None:
         """Make the predictor that replays these traces."""
         self.predictor = ReplayPredictor(
-            formula=self.formula, replay=Replays(self._replay), alive=self._alive, aim=self._aim
+            by_formula=self.by_formula,
+            replay=Replays(self._replay),
+            alive=self._alive,
+            aim=self._aim,
         )
 
     def begin(self, *indices: int) -> None:
         """Start tracing the lengths of these grid indices; indices off the grid are ignored."""
-        question, cell = self.formula.question, self.formula.cell
+        question, cell = self.by_formula.question, self.by_formula.cell
         for index in indices:
             if 1 <= index <= max(1, question.size_of(cell)) and index not in self._begun:
                 spec = question.trial(cell, question.grid.length(index))
@@ -108,16 +111,16 @@ class CellTraces:
 
     def trace(self, length_tokens: int) -> ScaledTrace:
         """Wait for the trace of a length; raises the tracer's errors."""
-        index = self.formula.question.grid.index_at_most(length_tokens)
+        index = self.by_formula.question.grid.index_at_most(length_tokens)
         self.begin(index)
         return self._begun[index].result()
 
     def _replay(self, length_tokens: int, capacity_bytes: int | None) -> tuple[Replayed, int]:
         return replay_trace(
             *(self.trace(length_tokens), length_tokens),
-            allocator=self.formula.cell.settings.allocator,
+            allocator=self.by_formula.cell.settings.allocator,
             capacity_bytes=capacity_bytes,
-            workspaces_bytes=self.formula.memory_limit.cublas_workspaces_bytes,
+            workspaces_bytes=self.by_formula.memory_limit.cublas_workspaces_bytes,
         )
 
     def _alive(self, length_tokens: int, number: int) -> tuple[Alive, ...]:
@@ -125,12 +128,14 @@ class CellTraces:
 
     def _fits(self, index: int) -> bool:
         """True if a length fits; if its upper end does not, start the next shorter trace."""
-        question, room_bytes = self.formula.question, self.formula.memory_limit.device_bytes
+        question = self.by_formula.question
         length_tokens = question.grid.length(index)
-        if not self.predictor.at(length_tokens, room_bytes).fits:
+        if not self.predictor.at(length_tokens, self.by_formula.memory_limit.device_bytes).fits:
             return False
-        if not self.predictor.at(length_tokens, self.formula.most_needed_bytes(self.factors)).fits:
-            self.begin(max(index - 1, next(question.growing_ranges(self.formula.cell, index))[0]))
+        capacity_room_bytes = self.by_formula.capacity_room_bytes(self.factors)
+        if not self.predictor.at(length_tokens, capacity_room_bytes).fits:
+            shortest, _ = next(question.growing_ranges(self.by_formula.cell, index))
+            self.begin(max(index - 1, shortest))
         return True
 
     def _aim(self, start: int) -> int:
@@ -138,7 +143,7 @@ class CellTraces:
         traces, at the formula's ``start`` and the next; ``start`` if that is the edge. Starts the
         traces of both its sides. The edge may be ten steps away, too far for a trace each.
         """
-        formula = self.formula
+        formula = self.by_formula
         question, cell, limit = formula.question, formula.cell, formula.memory_limit
         size = max(1, question.size_of(cell))
         ranges = question.growing_ranges(cell, size)

@@ -65,7 +65,11 @@ class History:
 def history_of(snapshot: Snapshot) -> History:
     """Replay a snapshot's events. Raises SnapshotError for sizes that no device has."""
     allocations = tuple(_allocations(snapshot))
-    levels = _levels(allocations, len(snapshot.events))
+    changes = [0] * (len(snapshot.events) + 2)
+    for each in allocations:
+        changes[each.born + 1] += each.size_bytes
+        changes[each.died + 1] -= each.size_bytes
+    levels = list(accumulate(changes))[:-1]  # bytes live before the first event, and after each
     if max(levels) > _MOST_ALIVE_BYTES:
         raise _too_much(snapshot)
     at, is_out_of_memory = _moment(snapshot.events, levels)
@@ -112,15 +116,6 @@ def _ended(born: int, event: AllocatorEvent, died: int) -> Allocation:
     """The allocation that ``event`` made or, with ``born`` -1, freed: its stack is then unknown."""
     stack, phase = (event.stack, event.phase) if born >= 0 else (0, "")
     return Allocation(event.address, event.size_bytes, stack, phase, born, died)
-
-
-def _levels(allocations: Iterable[Allocation], events: int) -> list[int]:
-    """Bytes live before the first event, and after each event."""
-    levels = [0] * (events + 2)
-    for each in allocations:
-        levels[each.born + 1] += each.size_bytes
-        levels[each.died + 1] -= each.size_bytes
-    return list(accumulate(levels))[:-1]
 
 
 def _moment(events: Sequence[AllocatorEvent], levels: Sequence[int]) -> tuple[int, bool]:

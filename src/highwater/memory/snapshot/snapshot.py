@@ -121,15 +121,11 @@ def read_snapshot(path: Path) -> Snapshot:
     try:
         return _Reading(read_plain_pickle(data)).snapshot(str(path))
     except PlainPickleError as error:
-        if _is_text(data[:4096]):
+        text = data[:4096].decode("latin-1")  # bytes past ASCII may be letters of any encoding
+        if text and all(32 <= ord(each) != 127 or each in "\t\n\r\x1b\b" for each in text):
             problem = f"{path} is a text, such as a log, and no memory snapshot"
             raise SnapshotError(problem, hint=_OF_A_TRAINING) from error
         raise SnapshotError(f"{path} is no memory snapshot: {error}", hint=_HINT) from error
-
-
-def _is_text(beginning: bytes) -> bool:
-    text = beginning.decode("latin-1")  # bytes past ASCII may be letters of any encoding
-    return bool(text) and all(32 <= ord(each) != 127 or each in "\t\n\r\x1b\b" for each in text)
 
 
 def _unread(path: Path, error: OSError) -> SnapshotError:
