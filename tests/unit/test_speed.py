@@ -167,3 +167,12 @@ def test_steps_of_gemma_4_take_as_long_as_notes_say(words, measured_s):
     (step,) = (c.step for c in found.cells if not c.cell.settings.offload)
     assert step is not None
     assert 0.90 < measured_s / step.time_s < 1.15
+
+
+def test_a_step_has_the_micro_batches_that_were_asked_for():
+    two, eight = (
+        predict("Qwen3-8B", gpus="4xH100-80GB", length="32k", micro_batches=count).answer.step
+        for count in (2, 8)
+    )
+    assert eight.step_tokens == 4 * two.step_tokens
+    assert 3.5 * two.time_s < eight.time_s < 4 * two.time_s

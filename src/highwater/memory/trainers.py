@@ -142,6 +142,7 @@ def _with_step(question: Question, cell: CellPrediction) -> CellPrediction:
         cell.cell.layout,
         length_tokens=length_tokens,
         device_name=question.device_name,
+        micro_batches=question.micro_batches if cell.cell.settings.accumulates else 1,
     )
     return cell.replace(step=step)
 

@@ -162,6 +162,7 @@ class _PlanSearch(NamedTuple):
             *(question.model.shape, cell.settings, cell.layout),
             length_tokens=goal.length_tokens,
             device_name=question.device_name,
+            micro_batches=question.micro_batches if cell.settings.accumulates else 1,
         )
         is_lowered = cell.settings.sequences_per_micro_batch < goal.sequences
         return _PlannedCell(found.replace(step=step), is_lowered)
