@@ -1,8 +1,6 @@
 """Formula: peak memory of one training step of our engine in closed form: named terms, a function
-each, and a maximum over phases. Terms are those of the GPU with the most trained tokens. The result
-is a ``Footprint`` (constants.py); bytes of states are counted in model/footprint.py.
-
-The root is FSDP's root unit: embedding, head and other tables (``_root_parameters``).
+each, and a maximum over phases. Terms are those of the GPU with the most trained tokens; they make
+a ``Footprint`` (constants.py). The root is FSDP's root unit: embedding, head, other tables.
 
 In the functions:  T tokens of that GPU's micro-batch  E hidden size  V vocabulary
 """
@@ -49,7 +47,7 @@ from highwater.model.footprint import (
     trained_parameters,
     update_bytes,
 )
-from highwater.model.layer_kind import LayerKind
+from highwater.model.layer_kind import LayerKind, learned_positions
 from highwater.model.model import Model
 from highwater.nouns.layout import CHUNK_BYTES
 
@@ -163,8 +161,8 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     root_bytes = step.element_bytes * root_parameters if step.gathers else 0
     # the root stays gathered until all layers have gone backward
     always_and_root = (*always, Term("embedding and head, gathered", root_bytes))
-    states_without_gradients = states.terms()
-    states_with_gradients = states.terms(states.parameters)
+    before_gradients = (*states.terms(), *always_and_root)
+    with_all_gradients = (*states.terms(states.parameters), *always)
     layers = step.shape.layers
     plan = step.settings.activation_plan(layers)
     kept_before = kept_bytes_before(step)
@@ -200,26 +198,21 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     phases = [
         phase(
             LOSS,
-            *states_without_gradients,
-            *always_and_root,
+            *before_gradients,
             kept_on_gpu(plan.layers_on_host, layers),
             handed(layers),
             *_loss_terms(step, last.kind),
         ),
         phase(
             "backward of the last layer",
-            *states_without_gradients,
-            *always_and_root,
+            *before_gradients,
             kept_on_gpu(plan.first_on_gpu(layers - 1), layers),
             handed(layers),
             *_layer_terms(step, last, working),
         ),
         max(middle, key=lambda each: each.bytes),
         phase(
-            "reduction of embedding and head",
-            *states_with_gradients,
-            *always,
-            _root_reduction(step, states),
+            "reduction of embedding and head", *with_all_gradients, _root_reduction(step, states)
         ),
     ]
     if step.is_frozen and step.layout.shard_degree > 1:
@@ -227,12 +220,11 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
         # peak only if both have no gradients, which are larger.
         first_layers = 2 * step.gathered(step.shape.runs[0].kind)
         came = Term("gathered, as it came", step.element_bytes * (root_parameters + first_layers))
-        terms = (*states_without_gradients, *always_and_root, came)
-        phases.insert(0, phase("gathering of embedding and head", *terms))
+        phases.insert(0, phase("gathering of embedding and head", *before_gradients, came))
     shards = step.layout.shard_degree
     made = update_bytes(step.shape, step.settings, device=step.device, shards=shards)
     if made:
-        phases.append(phase("update", *states_with_gradients, *always, Term("update", made)))
+        phases.append(phase("update", *with_all_gradients, Term("update", made)))
     return tuple(phases)
 
 
@@ -320,16 +312,17 @@ def _of_fsdp1(step: Step) -> int:
 
 def _root_parameters(step: Step) -> int:
     """Parameters of FSDP's root unit: its tables, and learned positions."""
-    has_head = not step.settings.traits.gives_scalars
-    return _root_tables(step, has_head=has_head) + step.learned_position_parameters
+    shape, has_head = step.shape, not step.settings.traits.gives_scalars
+    positions = learned_positions(shape.model_type, shape.native_length_tokens)
+    return _root_tables(step, has_head=has_head) + positions * shape.hidden_size
 
 
 def _root_tables(step: Step, *, has_head: bool) -> int:
     """Parameters of the root's tables: the embedding and, if ``has_head``, a head that is not tied
     to it, V x E each; and layers' own embeddings. Blocks kept reserved count these alone.
     """
-    has_own_head = has_head and not step.shape.tied_embeddings
-    return step.table_size * (2 if has_own_head else 1) + step.layer_table_parameters
+    of_layers = sum(each.rows * each.row_size for each in step.shape.layer_tables)
+    return step.table_size * (2 if has_head and not step.shape.tied_embeddings else 1) + of_layers
 
 
 def outside_terms_of(step: Step, own: MachineConstants | None = None) -> tuple[Term, ...]:
@@ -402,9 +395,7 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
 def _layer_terms(
     step: Step, backward: Backward, working: Mapping[LayerKind, int]
 ) -> tuple[Term, ...]:
-    """Terms of a layer's backward pass: its working set, its weights, and those of the layer that
-    goes backward next, if several GPUs gather them ahead.
-    """
+    """Terms of a layer's backward pass: its working set, its weights, the next's gathered ahead."""
     next_backward = backward.gathered_ahead if step.layout.shard_degree > 1 else None
     ahead = 0 if next_backward is None else step.gathered(next_backward)
     gathered = step.gathered(backward.kind) + ahead
@@ -445,7 +436,7 @@ def _root_reduction(step: Step, states: _States) -> Term:
       tables and, if embedding and head are tied, the first layer's reduction, but less the shard of
       the sum, which comes after. During the sum, on several GPUs: those of a separate head.
 
-    Adapters alone: 0. Source: traces.
+    It is 0 if only adapters are trained. Source: traces.
     """
     if step.is_frozen:
         return _reduction(step, 0)
@@ -467,10 +458,9 @@ def _root_reduction(step: Step, states: _States) -> Term:
 def _host_terms(step: Step) -> tuple[Term, ...]:
     """Terms of the host's memory, for all GPUs of one machine."""
     shape, settings, layout = step.shape, step.settings, step.layout
-    staged_bytes = staged_gradient_bytes(shape, settings, layout=layout)
     return (
         Term("offloaded states and reference", host_state_bytes(shape, settings, layout=layout)),
-        Term("gradients on their way there", staged_bytes),
+        Term("gradients on their way there", staged_gradient_bytes(shape, settings, layout=layout)),
         Term(HOST_ACTIVATIONS, layout.machine_gpus * host_activation_bytes(step)),
         Term("processes", layout.machine_gpus * PROCESS_BYTES),
     )

@@ -9,7 +9,7 @@ token goes to  V vocabulary  U ``ulysses_degree``
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, starmap
 
 from highwater.memory.formula.moments import (
     WEIGHTS,
@@ -24,7 +24,7 @@ from highwater.memory.formula.moments import (
 )
 from highwater.model.families import family_row
 from highwater.model.footprint import kept_by_recompute
-from highwater.model.layer_kind import LayerKind, LayerRun, learned_positions
+from highwater.model.layer_kind import LayerKind, LayerRun
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import (
     DELTA_CHUNK_TOKENS,
@@ -97,17 +97,6 @@ class Step:
     def table_size(self) -> int:
         """Parameters of the embedding alone, or of the head alone: V x E."""
         return self.shape.vocab_size * self.shape.hidden_size
-
-    @property
-    def learned_position_parameters(self) -> int:
-        """Parameters of the embedding of positions, in models that learn one."""
-        rows = learned_positions(self.shape.model_type, self.shape.native_length_tokens)
-        return rows * self.shape.hidden_size
-
-    @property
-    def layer_table_parameters(self) -> int:
-        """Parameters of the layers' own embeddings, in models that have some."""
-        return sum(each.rows * each.row_size for each in self.shape.layer_tables)
 
     @property
     def gathers(self) -> bool:
@@ -308,9 +297,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """A layer during its backward pass, and its neighbours, which use memory at the same time.
-    Before and behind are in forward order: the layer behind has gone backward already.
-    """
+    """A layer in its backward pass, and its neighbours, before and behind it in forward order."""
 
     kind: LayerKind
     gathered_ahead: LayerKind | None
@@ -392,7 +379,6 @@ def handed_bytes(step: Step, layers: int) -> int:
     """Bytes per token of tensors that layers pass to each other, and that are live during the
     backward pass of layer number ``layers``, from 1. 0 in models whose layers neither have
     embeddings of their own nor read an earlier layer's keys: in all but a few families.
-
     With embeddings: those of all layers, the tensors that the norm of their projection saves, and
     the gradients of later layers' embeddings. With shared keys: keys and values for later layers,
     until their own layer is recomputed, and their gradients from their last reader on. Source:
@@ -463,10 +449,8 @@ def working_set_bytes(layer: Layer) -> int:
     kept_besides_input = kept_bytes(layer) - layer.step.element_bytes * layer.kind.hidden_size
     if layer.learned is not None:
         return _learned_working_set(layer, layer.learned, kept_besides_input)
-    return max(
-        _attention_working_set(layer, kept_besides_input),
-        _mlp_working_set(layer, kept_besides_input),
-    )
+    of_attention = _attention_working_set(layer, kept_besides_input)
+    return max(of_attention, _mlp_working_set(layer, kept_besides_input))
 
 
 def _learned_working_set(layer: Layer, learned: LayerMoments, kept_besides_input: int) -> int:
@@ -519,7 +503,7 @@ def _mlp_working_set(layer: Layer, kept_besides_input: int) -> int:
     beside = _attention_saved(layer) + _routing(layer) + step.element_bytes * hidden
     beside -= kept_besides_input
     if not layer.has_tiles and not layer.has_expert_tiles:
-        return max(_mlp_moments(layer, beside))
+        return _untiled_mlp_bytes(layer, beside)
     tile = (
         _expert_tile_bytes(layer) if layer.has_expert_tiles else 3 * step.element_bytes * layer.tile
     )
@@ -557,23 +541,18 @@ def _fetching_bytes(layer: Layer) -> int:
     return step.element_bytes * in_bfloat16 + NUMBER_BYTES * weight
 
 
-def _mlp_moments(layer: Layer, beside: int) -> tuple[int, ...]:
-    """Bytes of an untiled MLP's backward pass, by moment; ``beside``: other bytes per token."""
+def _untiled_mlp_bytes(layer: Layer, beside: int) -> int:
+    """Bytes of an untiled MLP's backward pass at its peak; ``beside``: other bytes per token."""
     step, hidden, mlp = layer.step, layer.kind.hidden_size, layer.kind.mlp
-    moments = _MOMENTS_OF_EXPERTS if mlp.experts > 1 else _MOMENTS
-    per_token = (
-        mlp.experts_per_token * (of_hidden * hidden + of_width * mlp.width)
-        for of_hidden, of_width, _ in moments
-    )
-    weights = (
-        step.element_bytes * count * layer.trained_mlp_parameters // 3 for _, _, count in moments
-    )
-    # a packed weight is unpacked for a product of T x E, and not while gates go backward
-    unpacked_weights = (layer.unpacked_bytes if of_hidden else 0 for of_hidden, _, _ in moments)
-    return tuple(
-        step.tokens * max(0, beside + step.element_bytes * elements) + size + unpacked
-        for elements, size, unpacked in zip(per_token, weights, unpacked_weights, strict=True)
-    )
+
+    def moment_bytes(of_hidden: int, of_width: int, weights: int) -> int:
+        elements = mlp.experts_per_token * (of_hidden * hidden + of_width * mlp.width)
+        gradients = step.element_bytes * weights * layer.trained_mlp_parameters // 3
+        # a packed weight is unpacked for a product of T x E, and not while gates go backward
+        unpacked = layer.unpacked_bytes if of_hidden else 0
+        return step.tokens * max(0, beside + step.element_bytes * elements) + gradients + unpacked
+
+    return max(starmap(moment_bytes, _MOMENTS_OF_EXPERTS if mlp.experts > 1 else _MOMENTS))
 
 
 def _attention_bytes(layer: Layer) -> int:
@@ -660,7 +639,6 @@ def _attention_saved(layer: Layer) -> int:
     again by recompute, with the residual stream after it and the MLP's input: q, k, v as the kernel
     takes them, its output, a copy of it (with Ulysses in this GPU's positions, with fused heads in
     their order), and float32 values of each row and head.
-
     With output norms, the normed outputs and the stream are three of T x E as well.
     """
     query, attention = layer.query, layer.kind.attention

@@ -136,11 +136,6 @@ def _prompt_numbers(kind: LayerKind) -> int:
     return _PREFILL_STREAMS * kind.hidden_size + _PREFILL_WIDTHS * width
 
 
-def bundled_edges() -> tuple[Residual, ...]:
-    """Edges in the package: ``trl_edges.json``, made by docs/results/other_trainers/edges.py."""
-    return packaged("trainers/trl/trl_edges.json", tuple[Residual, ...])
-
-
 def _study_edges(study: Study, _: object) -> tuple[Residual, ...]:
     """Edges of a study of TRL. Raises UsageError for another trainer's study and without an edge,
     ModelError for a family that is not predicted.
@@ -192,7 +187,8 @@ MEMORY = TrainerMemory(
     "is learned from edges: of each search the longest length that fit and the shortest that ran "
     "out, between which lies what TRL needs; GRPO is taken to read nearly all of a sequence as its "
     "prompt, which takes the most",
-    residuals=bundled_edges,
+    # made by docs/results/other_trainers/edges.py
+    residuals=lambda: packaged("trainers/trl/trl_edges.json", tuple[Residual, ...]),
     learn=_study_edges,
     fixed_fields=lambda _: {
         "loss": "chunked",
