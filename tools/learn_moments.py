@@ -28,7 +28,7 @@ sys.path[:0] = (str(TESTS / "numeric"), str(TESTS))
 from traces import trace
 
 from highwater.memory.formula.constants import WORKSPACES
-from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import (
     DENSE,
@@ -277,7 +277,7 @@ def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sa
     kind = shape.runs[-1].kind
     phases = {
         phase.name: phase.terms
-        for phase in footprint(
+        for phase in upper_footprint(
             Step(shape, settings, spec.layout, length_tokens=spec.length_tokens)
         ).phases
     }

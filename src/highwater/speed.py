@@ -283,19 +283,14 @@ def predicted_step(
     }
     parts = {name: micro_batches * seconds for name, seconds in each.items()}
     parts["update"] = _update(shape, settings, layout, rates)
+    basis = "of_wide_heads" if shape.widest_head > WIDEST_FUSED_HEAD else rates.basis
     return PredictedStep(
         parts=tuple(
             StepPart(name=name, seconds=seconds) for name, seconds in parts.items() if seconds
         ),
         step_tokens=micro_batches * sequences * length_tokens * layout.data_parallel_degree,
-        basis=_basis(shape, rates),
+        basis="of_an_operator" if shape.delta is not None else basis,
     )
-
-
-def _basis(shape: ModelShape, rates: Rates) -> Basis:
-    if shape.delta is not None:
-        return "of_an_operator"
-    return "of_wide_heads" if shape.widest_head > WIDEST_FUSED_HEAD else rates.basis
 
 
 def _delta_s(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from real_trials import fitting
 
-from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.model import load_model
@@ -45,7 +45,7 @@ def test_a_trial_takes_what_formula_and_trace_say(name, tmp_path):
         directory, settings=SETTINGS, length_tokens=32_768, memory_budget_bytes=70 * GIB
     )
     peak = fitting(spec, tmp_path).memory.peak_allocated_bytes
-    found = footprint(Step(model.shape, SETTINGS, Layout(), length_tokens=spec.length_tokens))
+    found = upper_footprint(Step(model.shape, SETTINGS, Layout(), length_tokens=spec.length_tokens))
     assert found.allocated_bytes == pytest.approx(peak, rel=FORMULA_TOLERANCE), found.peak.name
     with CachedTracer(tmp_path / "traces", kernel="cudnn") as tracer:
         log = tracer(spec)

@@ -10,7 +10,7 @@ import pytest
 from traces import trace, trial
 
 from highwater.memory.formula.constants import WORKSPACES
-from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import families
 from highwater.memory.trace.replay import replay
@@ -305,7 +305,7 @@ def compare(family: str, case: dict[str, Any], folder: Path, tolerance: float) -
     log = trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), folder / "trace")
     peak = replay(log, allocator="expandable", workspaces_bytes=()).peak_allocated_bytes
     shape = load_model(spec.model_directory).shape
-    found = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
+    found = upper_footprint(Step(shape, spec.settings, spec.layout, spec.length_tokens))
     expected = max(
         sum(term.bytes for term in phase.terms if term.name != WORKSPACES) for phase in found.phases
     )

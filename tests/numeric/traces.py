@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.model import ModelShape, load_model
@@ -56,7 +56,7 @@ def peak_bytes(log: EventLog) -> int:
 
 def formula_bytes(spec: TrialSpec) -> int:
     step = Step(shape_of(spec), spec.settings, spec.layout, length_tokens=spec.length_tokens)
-    return footprint(step).allocated_bytes
+    return upper_footprint(step).allocated_bytes
 
 
 def trace(order: TraceOrder, path: Path) -> EventLog:

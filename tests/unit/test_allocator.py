@@ -188,7 +188,7 @@ def disagreeing() -> set[str]:
 
 
 def merge_expandable(self, block, neighbour, merge=CachingAllocator._merge):
-    if block.pool.is_expandable:
+    if self.is_expandable:
         merge(self, block, neighbour)
 
 

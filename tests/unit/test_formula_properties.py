@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import highwater
 from highwater.memory.formula.constants import PAGE_TABLE_BYTES, Footprint
-from highwater.memory.formula.formula import FAMILIES, footprint, likely_footprint
+from highwater.memory.formula.formula import FAMILIES, likely_footprint, upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.model.footprint import gradient_bytes, policy_parameters
 from highwater.model.model import ModelShape, load_model
@@ -23,7 +23,7 @@ from highwater.nouns.trial import Outcome
 from highwater.units import MIB
 from places import FOUND
 
-FORMULAS = [pytest.param(footprint, id="enough"), pytest.param(likely_footprint, id="likely")]
+FORMULAS = [pytest.param(upper_footprint, id="enough"), pytest.param(likely_footprint, id="likely")]
 DEVICES = st.sampled_from(["cuda", "cuda", "cpu"])
 LENGTHS = st.one_of(st.integers(2, 4096), st.integers(2, 2**22))
 LATE = "backward of a layer"
@@ -154,7 +154,7 @@ def test_a_larger_model_needs_no_less(formula, field, shape, rung, layout, devic
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
 def test_a_single_layer_goes_backward_as_the_last_one(shape, rung, layout, device, length):
     single = msgspec.structs.replace(shape, layers=1)
-    _, last, other, *_ = footprint(Step(single, rung, layout, length, device)).phases
+    _, last, other, *_ = upper_footprint(Step(single, rung, layout, length, device)).phases
     assert other.terms == last.terms
 
 
@@ -163,7 +163,8 @@ def test_more_shards_hold_no_more_of_what_persists_and_is_saved_and_what_grows_h
     shape, rung, layout, device, length
 ):
     wider = msgspec.structs.replace(layout, gpus=2 * layout.gpus)
-    fewer, more = (footprint(Step(shape, rung, each, length, device)) for each in (layout, wider))
+    both = (layout, wider)
+    fewer, more = (upper_footprint(Step(shape, rung, each, length, device)) for each in both)
     assert_growth_is_named(fewer, more, rung, GROWS_WITH_SHARDS)
 
 
@@ -181,7 +182,7 @@ def test_a_higher_ulysses_degree_holds_no_more_unnamed(shape, rung, layout, devi
     for gpus in {max(layout.gpus, degree), 2 * layout.gpus}:
         higher = Layout(gpus=gpus, ulysses_degree=degree, replicate_degree=layout.replicate_degree)
         fewer, more = (
-            footprint(Step(shape, rung, each, length_tokens=length, device=device))
+            upper_footprint(Step(shape, rung, each, length_tokens=length, device=device))
             for each in (layout, higher)
         )
         assert_growth_is_named(fewer, more, rung, GROWS_WITH_ULYSSES)
@@ -204,7 +205,7 @@ def assert_growth_is_named(
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
 def test_one_micro_batch_needs_no_more_than_several(shape, rung, layout, device, length):
     both = [msgspec.structs.replace(rung, accumulates=accumulates) for accumulates in (False, True)]
-    one, several = (footprint(Step(shape, each, layout, length, device)) for each in both)
+    one, several = (upper_footprint(Step(shape, each, layout, length, device)) for each in both)
     assert all(a.bytes <= b.bytes for a, b in zip(one.phases, several.phases, strict=True))
     assert one.needed_bytes <= several.needed_bytes
     assert one.host == several.host
@@ -233,7 +234,7 @@ MEASURED = [
     ("shape", "spec", "result"), MEASURED, ids=lambda value: getattr(value, "key", "")
 )
 def test_every_trial_on_an_h200_is_predicted(shape, spec, result):
-    ours = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
+    ours = upper_footprint(Step(shape, spec.settings, spec.layout, spec.length_tokens))
     (rank,) = result.ranks
     fits = ours.needed_bytes <= rank.budget.budget_bytes
     if result.outcome is Outcome.OUT_OF_MEMORY:
@@ -261,7 +262,7 @@ OUTSIDE = [
     ("shape", "spec", "result"), OUTSIDE, ids=lambda value: getattr(value, "key", "")
 )
 def test_what_lies_outside_the_allocator_is_known_to_a_few_page_tables(shape, spec, result):
-    ours = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
+    ours = upper_footprint(Step(shape, spec.settings, spec.layout, spec.length_tokens))
     is_pinned = any("pinned memory" in term.name for term in ours.outside)
     assert is_pinned == (spec.settings.offload or spec.settings.objective == "grpo")
     read = [rank.memory for rank in result.ranks]

@@ -12,7 +12,7 @@ from test_formula_properties import DEVICES, LENGTHS, layouts, rungs, shapes
 
 from highwater.errors import ModelError, UsageError
 from highwater.memory.formula import layers as formula
-from highwater.memory.formula.formula import footprint, likely_footprint
+from highwater.memory.formula.formula import likely_footprint, upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.model.footprint import (
     checkpoint_bytes,
@@ -123,7 +123,7 @@ def figures(
     shape: ModelShape, rung: Settings, layout: Layout, device: Any, length: int
 ) -> tuple[object, ...]:
     flops = step_flops(shape, length_tokens=length, sequences=2, settings=rung)
-    formulas = (footprint, likely_footprint)
+    formulas = (upper_footprint, likely_footprint)
     return (
         shape.parameters,
         shape.matmul_parameters,
@@ -180,7 +180,7 @@ def block_bytes(parameters: int) -> int:
 
 def kept_bytes(shape: ModelShape, recompute: Any) -> int:
     step = Step(shape, Settings(recompute=recompute), Layout(), length_tokens=2048)
-    loss, *_ = footprint(step).phases
+    loss, *_ = upper_footprint(step).phases
     names = ("activations of all layers", "kept by recompute")
     (kept,) = (term.bytes for term in loss.terms if term.name in names)
     return kept
@@ -204,7 +204,7 @@ def test_the_backward_peak_is_the_most_of_all_layers(shape, rung, layout, device
     # of what is shared unevenly gradients are divided over the layers by their parameters
     assume(not any(step.uneven(each.kind) for each in shape.runs))
     layers = [each.kind for each in shape.runs for _ in range(each.count)]
-    found = footprint(Step(shape, rung, layout, length_tokens=length, device=device))
+    found = upper_footprint(Step(shape, rung, layout, length_tokens=length, device=device))
     _, last, other, *_ = found.phases
     on_the_host = rung.offloads_model and device == "cuda"
     come_late = rung.strategy == "fsdp" if on_the_host else not rung.keeps_gradients

@@ -10,7 +10,7 @@ import pytest
 import highwater
 from highwater.api.prediction import predict
 from highwater.errors import HighwaterError, UsageError
-from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step, working_set_bytes
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
@@ -196,7 +196,7 @@ def test_the_formula_has_the_peak_of_a_recorded_trial(trial):
     spec = trial["spec"]
     settings, layout = msgspec.convert((spec["settings"], spec["layout"]), tuple[Settings, Layout])
     shape = load_model(spec["model_name"]).shape
-    found = footprint(Step(shape, settings, layout, length_tokens=spec["length_tokens"]))
+    found = upper_footprint(Step(shape, settings, layout, length_tokens=spec["length_tokens"]))
     ranks = trial["result"]["ranks"]
     measured = max(rank["memory"]["peak_allocated_bytes"] for rank in ranks)
     assert found.allocated_bytes == pytest.approx(measured, rel=TOLERANCE), found.peak.name
@@ -310,7 +310,7 @@ def test_the_formula_has_the_peak_of_a_recorded_step(path):
     document = json.loads(path.read_text())
     spec = msgspec.convert(document["spec"], TrialSpec, strict=False)
     shape = load_model(spec.model_name).shape
-    found = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
+    found = upper_footprint(Step(shape, spec.settings, spec.layout, spec.length_tokens))
     (rank,) = document["result"]["ranks"]
     measured = rank["memory"]["peak_allocated_bytes"]
     assert found.allocated_bytes == pytest.approx(measured, rel=SPARSE_TOLERANCE), found.peak.name

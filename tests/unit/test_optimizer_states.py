@@ -12,7 +12,7 @@ from highwater.api.search import find, run_trial
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
 from highwater.errors import MachineError, UsageError
-from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.snapshot.attribution import LineRules
 from highwater.memory.snapshot.snapshot import Frame
@@ -78,7 +78,7 @@ def test_a_shard_has_8_bits_where_blocks_divide_it_and_there_are_enough(numbers,
 def test_gradients_of_one_micro_batch_come_late_with_every_optimizer(shape, optimizer):
     states = device_state_bytes(shape, Settings(optimizer=optimizer), device="cuda")
     one = Settings(optimizer=optimizer, accumulates=False)
-    (loss, *_) = footprint(Step(shape, one, Layout(), length_tokens=8192)).phases
+    (loss, *_) = upper_footprint(Step(shape, one, Layout(), length_tokens=8192)).phases
     found = {term.name: term.bytes for term in loss.terms}
     assert found["states"] == states - 4 * shape.parameters
 
@@ -178,7 +178,7 @@ def test_rows_are_shared_evenly_or_as_the_first_gpu_has_them_and_fsdp1_shares_al
 
 def test_a_layer_is_gathered_and_reduced_with_what_fills_it_up():
     def term(name: str, gpus: int) -> int:
-        found = footprint(Step(MIXTRAL, Settings(), Layout(gpus=gpus), length_tokens=4096))
+        found = upper_footprint(Step(MIXTRAL, Settings(), Layout(gpus=gpus), length_tokens=4096))
         (phase,) = (each for each in found.phases if each.name == "backward of a layer")
         return next(each.bytes for each in phase.terms if each.name == name)
 
@@ -270,7 +270,7 @@ def test_adapters_alone_have_moments(shape):
 def test_a_prediction_has_less_on_the_gpu_and_more_on_the_host(shape, accumulates):
     eight = Layout(gpus=8)
     here, there = (
-        footprint(Step(shape, Settings(offload=each, accumulates=accumulates), eight, 8192))
+        upper_footprint(Step(shape, Settings(offload=each, accumulates=accumulates), eight, 8192))
         for each in (False, "states")
     )
     assert here.allocated_bytes - there.allocated_bytes == shape.parameters

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from highwater.errors import MachineError
 from highwater.memory.formula.constants import CONTEXT_BYTES
-from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.codec import to_json
@@ -441,7 +441,7 @@ def test_a_budget_is_context_nccl_and_what_is_left_for_the_allocator(layout, run
     assert (budget.nccl_bytes > 0) == (layout.gpus > 1)
     parts = budget.context_bytes + budget.nccl_bytes + budget.allocator_cap_bytes
     assert parts == budget.budget_bytes == 80 * GIB
-    needed = footprint(Step(load_model("Qwen3-0.6B").shape, rung, layout, length_tokens=8192))
+    needed = upper_footprint(Step(load_model("Qwen3-0.6B").shape, rung, layout, length_tokens=8192))
     assert rank.memory.peak_reserved_bytes == needed.needed_bytes - needed.outside_bytes
     assert rank.memory.device_used_bytes == needed.needed_bytes
 

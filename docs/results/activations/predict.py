@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
@@ -40,7 +40,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for model, tokens, settings, layout in EDGES:
         step = Step(load_model(model).shape, Settings(**ALL, **settings), Layout(**layout), tokens)
-        found = footprint(step)
+        found = upper_footprint(step)
         rows.append(
             {
                 "model": model,

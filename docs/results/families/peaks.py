@@ -19,7 +19,7 @@ import msgspec
 from transformers import CONFIG_MAPPING
 
 from highwater.errors import HighwaterError
-from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import families
 from highwater.memory.trace.replay import replay
@@ -109,7 +109,7 @@ def predicted(family: str, settings: Settings, folder: Path) -> tuple[TrialSpec 
     try:
         spec = trial(family, settings, folder)
         shape = load_model(spec.model_directory).shape
-        row.formula_bytes = footprint(
+        row.formula_bytes = upper_footprint(
             Step(shape, settings, Layout(), length_tokens=LENGTH)
         ).allocated_bytes
         with CachedTracer(folder / "traces", kernel="cudnn") as tracer:

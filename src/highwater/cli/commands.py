@@ -236,12 +236,12 @@ def _diagnose(request: Request, study: Study) -> None:
 
 
 def _note_resumed(request: Request, question: Question) -> bool:
-    """Print a note if a study has trials already; True if so. Its errors are reported later."""
+    """Print a note if the request's study file has finished trials of the question; True if so."""
     path = search.study_file(request, question)
     # os.path.exists raises nothing for a name too long, or a folder without rights
     if path is None or not os.path.exists(path):  # noqa: PTH110
         return False
-    with suppress(StudyError):
+    with suppress(StudyError):  # a file that cannot be read: the search reports it
         study = read_study(path)
         if study.question.key == question.key and study.finished_trials:
             now_s = question.timeout_s or 0.0

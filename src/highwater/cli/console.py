@@ -92,9 +92,11 @@ def answer_table(table: TextTable, *, drawn: Callable[[TextTable], str] = plain_
 
 def answer_page(sentence: str, *tables: TextTable, noted: Sequence[str] = ()) -> None:
     """Print the answer, a sentence if any and tables with empty lines between, then its notes."""
+    if sentence:
+        answer(sentence)
     for number, table in enumerate(tables):
         if number or sentence:
-            answer("" if number else f"{sentence}\n")
+            answer("")
         answer_table(table)
     notes(noted)
 

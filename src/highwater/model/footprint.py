@@ -6,7 +6,7 @@ Also: model FLOPs of a training step, for MFU, without recomputation, which is o
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from highwater.model.layer_kind import AttentionKind, LayerKind, Matrices
@@ -257,9 +257,7 @@ def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -
     gradients and both moments, with FSDP1 for the moments and the sum of the gradients. If only
     states are offloaded, all is pinned.
     """
-    trained = shape.parameters
-    if settings.lora is not None:
-        trained = trained_parameters(shape, settings)
+    trained = shape.parameters if settings.lora is None else trained_parameters(shape, settings)
     ordinary = 12 * settings.trained_models * trained if settings.offloads_model else 0
     ordinary *= layout.machine_gpus // layout.shard_degree
     return pinned_state_bytes(shape, settings, layout=layout) + ordinary
@@ -275,26 +273,21 @@ def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout)
     bfloat16 model under FSDP2. PyTorch rounds a pinned block up to a power of two
     (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are not counted here.
     """
-    reference = (
-        pinned_matrices_bytes(matrices(shape), layout=layout, bytes_per_element=2)
-        if settings.has_second_model
-        else 0
-    )
+    pinned, whole = partial(pinned_matrices_bytes, layout=layout), matrices(shape)
+    reference = pinned(whole, bytes_per_element=2) if settings.has_second_model else 0
     if not (settings.offloads_model or settings.offloads_states):
         return reference
     if settings.offloads_states:
-        pinned = MOMENTS * pinned_matrices_bytes(
-            _trained_matrices(shape, settings), layout=layout, bytes_per_element=MOMENT_BYTES
-        )
+        moment = pinned(_trained_matrices(shape, settings), bytes_per_element=MOMENT_BYTES)
+        states = MOMENTS * moment
     elif settings.lora is not None:
-        pinned = pinned_matrices_bytes(
-            matrices(shape), layout=layout, bytes_per_element=2
-        ) + pinned_matrices_bytes(_adapters(shape, settings), layout=layout, bytes_per_element=4)
+        adapters = pinned(_adapters(shape, settings), bytes_per_element=4)
+        states = pinned(whole, bytes_per_element=2) + adapters
     elif settings.strategy == "fsdp2":
-        pinned = pinned_matrices_bytes(matrices(shape), layout=layout, bytes_per_element=4)
+        states = pinned(whole, bytes_per_element=4)
     else:
-        pinned = _pinned_units_bytes(shape, layout)
-    return reference + settings.trained_models * pinned
+        states = _pinned_units_bytes(shape, layout)
+    return reference + settings.trained_models * states
 
 
 def _pinned_units_bytes(shape: ModelShape, layout: Layout) -> int:

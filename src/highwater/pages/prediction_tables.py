@@ -58,7 +58,7 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 
 def in_lines(answer: str) -> str:
-    """Break an answer into lines: before long settings, the longest length, and alternatives."""
+    """Put line ends into an answer: before long settings, the longest length, and alternatives."""
     return re.sub(
         r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is)", "\n", answer
     )
@@ -73,30 +73,30 @@ def prediction_answer(
     as_saved: Prediction | None = None,
 ) -> str:
     """Sentences on how far a model trains, and with which settings; at one length, whether it
-    trains. If nothing fits, they name alternatives: ``longest`` is the prediction without that
-    length, ``alternatives`` are other changes, ``changed`` is the user's own file with changes.
-    ``as_saved``: prediction with weights in bf16, which is named if its answer is another.
+    trains. If nothing fits, they name what would: a shorter length, from ``longest``, the
+    prediction of the same question without a length; ``alternatives``; and changes to the user's
+    own file, from ``changed``. ``as_saved``: the prediction with weights in bf16, to be named too.
     """
     answer, known = prediction.answer, prediction.calibration
-    by = predicted_as(prediction.trainer, known.own_trials if known else 0)
-    more = _how_many(alternatives, prediction.gpus)
+    source = predicted_as(prediction.trainer, known.own_trials if known else 0)
+    how_many = _how_many(alternatives, prediction.gpus)
+    in_bf16 = _in_bf16(answer, as_saved)
     if answer is None:
-        by += more and f"; {more}"
-        said = _nothing(prediction, by + _in_bf16(answer, as_saved), longest, alternatives, changed)
+        source += how_many and f"; {how_many}"
+        text = _nothing(prediction, source + in_bf16, longest, alternatives, changed)
     else:
-        by += _in_bf16(answer, as_saved)
-        said = _answered(prediction, answer, by, more and f" ({more})")
-    said += _of_small_batches(prediction)
-    said += "" if prediction.memory_limit.rollout is None else f" {ON_PAPER}"
-    said += _of_objective(prediction.explained.cell, prediction.trainer)
+        text = _answered(prediction, answer, source + in_bf16, how_many)
+    text += _of_small_batches(prediction)
+    text += "" if prediction.memory_limit.rollout is None else f" {ON_PAPER}"
+    text += _of_objective(prediction.explained.cell, prediction.trainer)
     if prediction.explained.footprint.peak.name == GENERATION:
-        said += " Generation by transformers ends it, whose keys and values are of a whole batch:"
-        said += " `--rollout vllm` has a cache of its own size."
-    return said if prediction.tried is None else f"{_of_allocation(prediction)}\n{said}"
+        text += " Generation by transformers ends it, whose keys and values are of a whole batch:"
+        text += " `--rollout vllm` has a cache of its own size."
+    return text if prediction.tried is None else f"{_of_allocation(prediction)}\n{text}"
 
 
 def _of_allocation(prediction: Prediction) -> str:
-    """Say which tensor PyTorch tried to allocate, and what makes it smaller."""
+    """Sentence on the tensor that failed to be allocated (``tried``), and what makes it smaller."""
     tried, settings = prediction.tried, prediction.explained.cell.settings
     assert tried is not None  # noqa: S101 (who calls has asked)
     (first, *others), asked = tried.tensors, format_bytes(tried.bytes)
@@ -123,7 +123,7 @@ def _of_allocation(prediction: Prediction) -> str:
 
 
 def _in_bf16(answer: CellPrediction | None, as_saved: Prediction | None) -> str:
-    """Say that weights in float32 are assumed, if with weights in bf16 the answer is another."""
+    """Sentences, after a full stop, on how far bf16 weights train; empty if as far as float32's."""
     narrow = as_saved and as_saved.answer
     if not as_saved or not narrow or (answer and answer.reach_tokens == narrow.reach_tokens):
         return ""
@@ -133,47 +133,52 @@ def _in_bf16(answer: CellPrediction | None, as_saved: Prediction | None) -> str:
     return f". {said}.{_on_gpus(as_saved, narrow)}".removesuffix(".")
 
 
-def _answered(prediction: Prediction, answer: CellPrediction, by: str, more: str) -> str:
+def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_many: str) -> str:
+    """Sentences on a length that trains: the one asked about; else the native length, if any cell
+    trains it, and then the longest; else the longest alone. ``_sentences_on`` names their parts.
+    """
     model, asked = plain(prediction.model_name), prediction.length_tokens
-    where = f"{_where(prediction)}{more}"
+    where = f"{_where(prediction)}{how_many and f' ({how_many})'}"
     if (cost := prediction.cost) is not None:
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         size, name = (10**6, "million") if cost.tokens % 10**9 else (10**9, "billion")
         many = f"A {name}" if cost.tokens == size else f"{cost.tokens / size:,.6g} {name}"
-        by += f". {many} tokens take {format_seconds(cost.time_s)}{money}"
-    tokens = answer.reach_tokens
-    native, limit = prediction.native_length_tokens, prediction.memory_limit
-    usual = (limit.host_bytes, limit.usual_host)
+        source += f". {many} tokens take {format_seconds(cost.time_s)}{money}"
+    longest_tokens = answer.reach_tokens
+    native_tokens = prediction.native_length_tokens
+    usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
 
-    def told(first: str, each: CellPrediction, length_tokens: int) -> str:
+    def sentences(claim: str, cell: CellPrediction, length_tokens: int) -> str:
         return _sentences_on(
-            *(f"{first} on {where}", each, *usual),
-            by=by,
-            peaks=_peak_phase(prediction, each),
-            is_scaled=length_tokens > native,
+            f"{claim} on {where}",
+            cell,
+            *usual,
+            source=source,
+            peaks=_peak_phase(prediction, cell),
+            is_scaled=length_tokens > native_tokens,
         )
 
     if asked is not None:
-        first = f"{_SURE[answer.risk]}: {model} trains {_tokens(asked, native)}"
-        return told(first, answer, asked)
-    reach = f"{_at_least(answer, native)}{format_tokens(tokens)}"
-    simplest = prediction.native
-    if simplest is None:
+        claim = f"{_SURE[answer.risk]}: {model} trains {_tokens(asked, native_tokens)}"
+        return sentences(claim, answer, asked)
+    reach = f"{_at_least(answer, native_tokens)}{format_tokens(longest_tokens)}"
+    at_native = prediction.native
+    if at_native is None:
         may = "trains" if answer.capacity_tokens else "may train"
-        said = told(f"{model} {may} up to {reach} tokens", answer, tokens)
-        return f"{said}{_beside(prediction, answer)}"
-    first = f"{model} trains its native {format_tokens(native)} tokens"
-    if tokens <= native:
-        fails = answer.does_not_fit_tokens
-        first += " (the longest it was made for)" * (fails is None)
-        said = told(first, simplest, native)
-        said += "" if fails is None else f" {format_tokens(fails)} do not fit."
-        return f"{said}{_on_gpus(prediction, simplest)}"
-    said = told(f"{first} (longest: {reach})", simplest, native)
+        text = sentences(f"{model} {may} up to {reach} tokens", answer, longest_tokens)
+        return f"{text}{_beside(prediction, answer)}"
+    claim = f"{model} trains its native {format_tokens(native_tokens)} tokens"
+    if longest_tokens <= native_tokens:
+        fails_tokens = answer.does_not_fit_tokens
+        claim += " (the longest it was made for)" * (fails_tokens is None)
+        text = sentences(claim, at_native, native_tokens)
+        text += "" if fails_tokens is None else f" {format_tokens(fails_tokens)} do not fit."
+        return f"{text}{_on_gpus(prediction, at_native)}"
+    text = sentences(f"{claim} (longest: {reach})", at_native, native_tokens)
     how, facts, host = _facts_of(answer, *usual, is_scaled=True, is_second=True)
-    how = how.removeprefix(f"{shared_training([simplest.cell.settings])}, ")
+    how = how.removeprefix(f"{shared_training([at_native.cell.settings])}, ")
     what = ", ".join(filter(None, (facts, host)))
-    return f"{said} The longest is {reach} tokens with {how}: {what}.{_beside(prediction, answer)}"
+    return f"{text} The longest is {reach} tokens with {how}: {what}.{_beside(prediction, answer)}"
 
 
 def _of_small_batches(prediction: Prediction) -> str:
@@ -203,13 +208,13 @@ def choice_answer(choice: "GpuChoice") -> str:
         which, dollars = "cheapest", f" for {best.million_dollars:,.2f} dollars a million tokens"
     elif best.hour_dollars is not None:
         which, dollars = "cheapest", f" for {best.hour_dollars:,.2f} dollars an hour"
-    first = (
+    claim = (
         f"{best.gpus} x {plain(best.device_name)} {'is' if best.gpus == 1 else 'are'} the {which} "
         f"of these to train {model} at {tokens}{dollars}"
     )
     host = (best.host_memory_bytes, best.usual_host)
-    said = _sentences_on(first, best.trained, *host, by="predicted", is_scaled=is_scaled)
-    return f"{said}{_of_objective(best.trained.cell, choice.trainer)}"
+    text = _sentences_on(claim, best.trained, *host, source="predicted", is_scaled=is_scaled)
+    return f"{text}{_of_objective(best.trained.cell, choice.trainer)}"
 
 
 def choice_table(choice: "GpuChoice") -> TextTable:
@@ -261,15 +266,15 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
     on alternatives. ``target``: the trainer that the answer is for, if not the predicted one.
     """
     if (chosen := found.chosen) is None:
-        how = predicted_as(found.trainer) if predicted_traits(found.trainer) else "measured"
-        more = _how_many(found.alternatives, found.gpus)
+        source = predicted_as(found.trainer) if predicted_traits(found.trainer) else "measured"
+        how_many = _how_many(found.alternatives, found.gpus)
         tokens = _tokens(found.length_tokens, found.native_length_tokens)
-        said = f"No: {plain(found.model_name)} does not train at {tokens} on "
-        said += f"{_where(found, target)}, {how}{more and f'; {more}'}."
+        text = f"No: {plain(found.model_name)} does not train at {tokens} on "
+        text += f"{_where(found, target)}, {source}{how_many and f'; {how_many}'}."
         is_scaled = found.length_tokens > found.native_length_tokens
-        said = f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
+        text = f"{text} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
         is_beside = any(each.rollout_sequences is not None for each in found.candidates)
-        return f"{said} {ON_PAPER}" if is_beside else said
+        return f"{text} {ON_PAPER}" if is_beside else text
     outside = "" if target is None else chosen.cell.settings.traits.outside_step
     return (
         f"{_chosen(found, chosen, 'Not', target)}"
@@ -282,31 +287,31 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
     """Sentences on the settings chosen for a length; before them, after ``no``, what a user's own
     file lacks, and the changes to it, the change that frees the most first.
     """
-    first, written = f"{_SURE[chosen.risk]}: ", found.as_written
+    claim, written = f"{_SURE[chosen.risk]}: ", found.as_written
     if written is not None:
         left, surely = written.headroom_bytes or 0, " surely" * (written.risk is not None)
         lacks = f"{format_bytes(abs(left))} {'short' if left < 0 else 'left'}"
         if written.lacks_of == "host":
             lacks = f"{format_bytes(written.lacks_bytes or 0)} of host memory short"
-        first = f"{no}{surely} as {plain(found.own_file or '')} is written, {lacks}: "
+        claim = f"{no}{surely} as {plain(found.own_file or '')} is written, {lacks}: "
     if written is not None and found.changes:
         (change, *others), frees = found.changes, format_bytes(found.changes[0].frees_bytes)
         more = f"; with {listed([each.words for each in others])} as well " if others else ", and "
-        first += f"change to {change.words}{' first' * bool(others)} (frees {frees}){more}"
-    by = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
-    by += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
-    by = "measured, in memory alone" if chosen.is_memory_only else by
+        claim += f"change to {change.words}{' first' * bool(others)} (frees {frees}){more}"
+    source = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
+    source += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
+    source = "measured, in memory alone" if chosen.is_memory_only else source
     tokens = _tokens(found.length_tokens, found.native_length_tokens)
-    where, more = _where(found, target), _how_many(found.alternatives, found.gpus)
-    first += f"{plain(found.model_name)} trains {tokens} on {where}{more and f' ({more})'}"
+    where, how_many = _where(found, target), _how_many(found.alternatives, found.gpus)
+    claim += f"{plain(found.model_name)} trains {tokens} on {where}{how_many and f' ({how_many})'}"
     host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
-    return _sentences_on(first, chosen, *host, by=by, is_scaled=is_scaled)
+    return _sentences_on(claim, chosen, *host, source=source, is_scaled=is_scaled)
 
 
-def _tokens(length_tokens: int, native: int) -> str:
+def _tokens(length_tokens: int, native_tokens: int) -> str:
     """Text of a length, and its multiple of the native length if it is longer."""
-    times = f" ({length_tokens / native:.3g} x native {format_tokens(native)})"
-    return f"{format_tokens(length_tokens)} tokens{times * (length_tokens > native)}"
+    times = f" ({length_tokens / native_tokens:.3g} x native {format_tokens(native_tokens)})"
+    return f"{format_tokens(length_tokens)} tokens{times * (length_tokens > native_tokens)}"
 
 
 def _where(found: Prediction | Recommendation, target: str | None = None) -> str:
@@ -326,7 +331,7 @@ def _where(found: Prediction | Recommendation, target: str | None = None) -> str
 
 
 def _how_many(alternatives: Sequence[Alternative], gpus: int) -> str:
-    """Text on how many GPUs suffice, if ``gpus`` is 1, as without a number; else empty."""
+    """Text on how many GPUs suffice, for an answer on 1, as if no number was typed; else empty."""
     return next((plain(each.how_many) for each in alternatives if gpus == 1 and each.how_many), "")
 
 
@@ -352,8 +357,7 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
 
 def _on_gpus(prediction: Prediction, answer: CellPrediction) -> str:
     """Sentence on the longest length without offload, if the answer offloads anything."""
-    cells = prediction.cells
-    on_gpus = [each.capacity_tokens for each in cells if not each.cell.settings.uses_host]
+    on_gpus = [e.capacity_tokens for e in prediction.cells if not e.cell.settings.uses_host]
     if not answer.cell.settings.uses_host or not any(on_gpus):
         return ""
     return f" On the GPUs alone: {format_tokens(max(on_gpus))}."
@@ -361,26 +365,26 @@ def _on_gpus(prediction: Prediction, answer: CellPrediction) -> str:
 
 def _nothing(
     prediction: Prediction,
-    by: str,
+    source: str,
     longest: Prediction | None,
     others: Sequence[Alternative],
     changed: Recommendation | None,
 ) -> str:
     """Sentences: nothing fits, and what would fit, or else what the nearest settings lack."""
     asked, shortest = prediction.length_tokens, prediction.explained.does_not_fit_tokens
-    native = prediction.native_length_tokens
-    what = f"at {_tokens(asked or shortest or 0, native)}{'' if asked else ' or more'}"
-    said = f"No: {plain(prediction.model_name)} does not train {what} on "
-    said += f"{_where(prediction)}, {by}."
+    native_tokens = prediction.native_length_tokens
+    what = f"at {_tokens(asked or shortest or 0, native_tokens)}{'' if asked else ' or more'}"
+    text = f"No: {plain(prediction.model_name)} does not train {what} on "
+    text += f"{_where(prediction)}, {source}."
     chosen = changed.chosen if changed and changed.as_written else None
-    said = _chosen(changed, chosen, "No, not") if changed and chosen else said
+    text = _chosen(changed, chosen, "No, not") if changed and chosen else text
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
-        is_scaled = shorter.capacity_tokens > native
+        is_scaled = shorter.capacity_tokens > native_tokens
         how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
         fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
-    would = _would_fit(others, fewer, is_scaled=(asked or 0) > native)
-    return f"{said} {would or ('' if chosen else _lacking(prediction))}".rstrip()
+    would = _would_fit(others, fewer, is_scaled=(asked or 0) > native_tokens)
+    return f"{text} {would or ('' if chosen else _lacking(prediction))}".rstrip()
 
 
 def _in_words(alternative: Alternative, *, is_scaled: bool) -> str:
@@ -410,9 +414,8 @@ def _lacking(prediction: Prediction) -> str:
     nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
     lacks_bytes = _lacking_bytes(nearest)
     if nearest.binding == "host":
-        lacks_bytes = nearest.footprint.host_needed_bytes - (
-            prediction.memory_limit.host_bytes or 0
-        )
+        there_bytes = prediction.memory_limit.host_bytes or 0
+        lacks_bytes = nearest.footprint.host_needed_bytes - there_bytes
     how = settings_in_words(nearest.cell.settings, nearest.cell.layout)
     return (
         f"Nearest is {how}, which lacks {format_bytes(lacks_bytes)} "
@@ -427,23 +430,28 @@ def _lacking_bytes(predicted: CellPrediction) -> int:
 
 
 def _sentences_on(
-    first: str,
+    claim: str,
     found: CellPrediction | Candidate,
     host_memory_bytes: int | None,
     usual_host: str | None,
     *,
-    by: str,
+    source: str,
     peaks: str = "",
     is_scaled: bool,
 ) -> str:
-    """Sentences on a cell that trains: certainty, speed, settings and host memory. ``peaks``: the
-    phase in which its memory peaks.
+    """Sentences on a cell that trains. ``peaks``: the phase in which its memory peaks. Their parts:
+
+    Qwen3-8B trains 40,960 tokens on 4 x A100-80GB and host memory: [claim]
+    safe, peak 41.97 GiB, 2.43 GiB left, about 9,217 tokens/s (18 s a step). [facts]
+    Predicted. A million tokens take 1m 48s. [source, which may have further sentences]
+    With a chunked loss and the layers' activations in host memory; [how]
+    45.75 GiB of host memory. [host]
     """
     usual = host_memory_bytes, usual_host
     how, facts, host = _facts_of(found, *usual, peaks=peaks, is_scaled=is_scaled)
-    first += " and host memory" * found.cell.settings.uses_host
-    said = f"{first}{': ' * bool(facts)}{facts}. {by[:1].upper()}{by[1:]}."
-    return f"{said} With {how}{'; ' * bool(host)}{host}."
+    claim += " and host memory" * found.cell.settings.uses_host
+    text = f"{claim}{': ' * bool(facts)}{facts}. {source[:1].upper()}{source[1:]}."
+    return f"{text} With {how}{'; ' * bool(host)}{host}."
 
 
 def _facts_of(
@@ -455,8 +463,8 @@ def _facts_of(
     is_scaled: bool,
     is_second: bool = False,
 ) -> tuple[str, str, str]:
-    """Three texts: settings; risk, memory and speed; host memory, if much. ``is_second``: for the
-    second cell of an answer, without peak and tokens/s.
+    """The parts ``how``, ``facts`` and ``host`` of ``_sentences_on``; ``host`` is empty if little
+    is used. ``is_second``: for the second cell of an answer, without peak and tokens/s.
     """
     is_lowered, is_predicted = False, True
     if isinstance(found, Candidate):
@@ -563,14 +571,14 @@ def prediction_table(
     prediction: Prediction, *, is_explained: bool = False, is_whole: bool = False
 ) -> TextTable:
     """A table of the longest length and the speed of a few cells (``_telling``); at one length,
-    whether each fits, and its headroom. One caveat follows. ``is_whole``: all cells.
+    whether each cell trains it, and its headroom. One caveat follows. ``is_whole``: all cells.
     ``is_explained``: the whole frontier, with what limits each cell, the interval of its memory and
     its peak phase, and all notes.
     """
-    at_length, native = prediction.length_tokens is not None, prediction.native_length_tokens
+    at_length = prediction.length_tokens is not None
+    native_tokens = prediction.native_length_tokens
     has_counts = len({each.cell.layout.gpus for each in prediction.cells}) > 1
     is_timed = any(each.step is not None for each in prediction.cells)
-
     is_wide = is_explained or is_whole
 
     def ended(each: CellPrediction) -> str:
@@ -590,8 +598,10 @@ def prediction_table(
         ("settings", lambda each: short_settings(each.cell.settings, but=trained)),
         ("GPUs", "cell.layout.gpus") if has_counts else None,
         ("Ulysses", "cell.layout.sharing"),
-        ("fits", _fits) if at_length else ("trains up to", lambda each: _reach(each, native)),
-        ("may reach", lambda each: _length(each.likely_edge_tokens, native))
+        ("fits", _fits)
+        if at_length
+        else ("trains up to", lambda each: _reach(each, native_tokens)),
+        ("may reach", lambda each: _length(each.likely_edge_tokens, native_tokens))
         if is_wide and not at_length
         else None,
         ("a step", "step.time_s") if is_timed and is_wide else None,
@@ -727,7 +737,7 @@ def rollout_tables(prediction: Prediction) -> tuple[TextTable, ...]:
 
 
 def _peak_phase(prediction: Prediction, cell: CellPrediction) -> str:
-    """Name of the phase in which GPU memory peaks; empty if no rollout shares the GPUs."""
+    """The side whose memory is larger, training or vLLM; empty if no rollout shares the GPUs."""
     footprint, asked = cell.footprint, prediction.memory_limit.rollout
     if asked is None or asked.own_gpus or footprint.rollout is None:
         return ""
@@ -745,7 +755,8 @@ _MOST_WORDS = 30
 
 def data_answer(found: "DataLengths") -> str:
     """Sentence on the length that holds 99 % of the documents whole, and on how far the GPUs train.
-    Further lines: documents that are cut, tokens that two lengths keep, time and cost of a pass.
+    Further lines: documents that are cut, tokens kept by the shortest sufficient length and by the
+    next, time and cost of a pass.
     """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
     documents, held = counted(found.documents, "document"), format_tokens(found.whole_tokens)
@@ -910,11 +921,11 @@ def _at_least(predicted: CellPrediction, native_length_tokens: int) -> str:
     return "≥" if tokens and is_last and tokens != native_length_tokens else ""
 
 
-def _reach(each: CellPrediction, native: int) -> str:
+def _reach(each: CellPrediction, native_tokens: int) -> str:
     """Longest length; if no length leaves the headroom, the one that may fit and how surely."""
     if not each.capacity_tokens and each.risk is not None:
-        return f"{_length(each.likely_edge_tokens, native)}, {each.risk}"
-    return f"{_at_least(each, native)}{_length(each.capacity_tokens, native)}"
+        return f"{_length(each.likely_edge_tokens, native_tokens)}, {each.risk}"
+    return f"{_at_least(each, native_tokens)}{_length(each.capacity_tokens, native_tokens)}"
 
 
 def _length(tokens: int, native_length_tokens: int) -> str:

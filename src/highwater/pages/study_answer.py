@@ -9,7 +9,7 @@ from itertools import compress
 
 import msgspec
 
-from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.nouns.corpus import NOT_MONOTONE
 from highwater.nouns.layout import Layout
@@ -132,7 +132,7 @@ def _how(question: Question, cell: Cell, length_tokens: int) -> str:
     """Settings and degrees in words, with predicted bytes in host memory, and YaRN if used."""
     place, prompt_tokens = (cell.settings, cell.layout, length_tokens), question.prompt_tokens
     step = Step(question.model.shape, *place, question.device, prompt_tokens)
-    on_host, is_scaled = footprint(step).host_bytes, _is_scaled(question, length_tokens)
+    on_host, is_scaled = upper_footprint(step).host_bytes, _is_scaled(question, length_tokens)
     return settings_in_words(cell.settings, cell.layout, host_bytes=on_host, is_scaled=is_scaled)
 
 

@@ -325,8 +325,8 @@ def drafted(
     rollout_gpus: int,
     **settings: Any,
 ) -> Recommendation:
-    """All candidates that ``recommend`` would predict with its default budget, the simplest first,
-    without headroom, and none chosen. Raises the errors of ``recommend``.
+    """The candidates of ``recommend`` with its default budget, the simplest first, before any is
+    predicted: headroom and whether they fit are unknown, none is chosen. Raises its errors.
     """
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     tokens = parse_tokens(str(length))

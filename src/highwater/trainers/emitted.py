@@ -279,21 +279,17 @@ def shape_here(found: Recommendation, model_path: str | None) -> ModelShape | No
         return None
 
 
-FLEX = (
-    "flex_attention: this class has attention sinks, and no flash_attention_2; on Hopper it takes "
-    "kernels-community/vllm-flash-attn3, too. Its memory is predicted as a fused kernel's, and "
-    "nobody measured it"
-)
-
 ATTENTIONS = {
-    "flex_attention": FLEX,
+    "flex_attention": "flex_attention: this class has attention sinks, and no flash_attention_2; "
+    "on Hopper it takes kernels-community/vllm-flash-attn3, too. Its memory is predicted as a "
+    "fused kernel's, and nobody measured it",
     "sdpa": f"sdpa: flash_attention_2 takes no heads of more than {WIDEST_FUSED_HEAD} numbers",
 }
 """Sentences on attentions other than flash_attention_2."""
 
 
 def fused_attention(shape: ModelShape | None) -> str:
-    """Name in transformers of the fused attention that the model's class supports."""
+    """Name in transformers of a shape's fused attention; None, unknown: ``flash_attention_2``."""
     if shape is not None and shape.widest_head > WIDEST_FUSED_HEAD:
         return "sdpa"
     has_sinks = shape is not None and any(run.kind.attention.has_sinks for run in shape.runs)
@@ -404,7 +400,7 @@ def yarn_lines(found: Recommendation, *, why: str) -> list[str]:
 
 
 def yarn_values(yarn: Yarn | None, section: str) -> dict[str, Value]:
-    """YaRN's block as values of a trainer's section that overrides the model's config."""
+    """YaRN's block as values below ``section``, which overrides the model's config; None: empty."""
     if yarn is None:
         return {}
     parameters = yarn.rope_parameters.items()

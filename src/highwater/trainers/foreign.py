@@ -49,7 +49,7 @@ class ForeignCommand:
 
 
 HasFlash = Callable[[str], bool]
-"""Returns whether the Python that starts a program has the package flash-attn."""
+"""Takes a program's name or path; True if the Python that starts it has the package flash-attn."""
 
 
 class TrialHome(NamedTuple):
@@ -72,7 +72,7 @@ class TrialStart(NamedTuple):
     """Returns notes on such trials before anything starts. Raises HighwaterError for settings that
     the trainer cannot express, and if it is not installed."""
     opens_model: Callable[[ForeignTrainer], bool] = lambda _: True
-    """Returns whether the trainer's trials read the model's files."""
+    """Returns whether trials of this trainer read the model's files; by default they do."""
 
 
 TRIALS: Mapping[ForeignName, TrialStart] = TrainerParts(ForeignName, "TRIAL")
@@ -97,16 +97,18 @@ class OwnFile(NamedTuple):
 
 
 class TrialFiles(NamedTuple):
-    """The files of a trial, and notes on changed fields."""
+    """Contents of the files that a trial writes for its trainer."""
 
     config: dict[str, Any]
+    """Fields of the trainer's configuration: the user's, changed where the trial has its own."""
     beside: Mapping[str, Any] = MappingProxyType({})
     """Fields of further files that ``config`` names, by file name, which ends in json or yaml."""
     notes: tuple[str, ...] = ()
+    """Notes on the user's fields that the trial changes or leaves out."""
 
 
 def told_of(source: str, changed: Collection[str], left: Collection[str] = ()) -> tuple[str, ...]:
-    """Notes naming the user's fields that the trial changes, and those that it drops."""
+    """Notes on the user's fields in ``source`` that a trial changes, and those it leaves out."""
     said = {
         f"the trial's own in {source}": changed,
         f"left out of {source}, the data and the reports being the trial's": left,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import Term, context_bytes, outside_terms
-from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import Calibration
 from highwater.memory.predictor import FormulaPredictor
@@ -150,7 +150,7 @@ class FormulaLaw:
     def __call__(self, spec: TrialSpec) -> int | Outcome:
         """Bytes that each GPU's allocator must reserve for the trial."""
         place = self.shape, spec.settings, spec.layout
-        needed = footprint(Step(*place, spec.length_tokens, spec.device, spec.prompt_tokens))
+        needed = upper_footprint(Step(*place, spec.length_tokens, spec.device, spec.prompt_tokens))
         return needed.needed_bytes - needed.outside_bytes
 
     def outside_terms(self, spec: TrialSpec) -> tuple[Term, ...]:

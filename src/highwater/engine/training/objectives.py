@@ -27,7 +27,7 @@ _SMALL = 1e-6
 
 
 def sft(logprobs_N: Tensor, *, trained_tokens: int) -> Tensor:
-    """Mean negative log-likelihood over the trained tokens of the whole batch."""
+    """A micro-batch's share of the mean loss over the ``trained_tokens`` tokens of a whole step."""
     return -logprobs_N.sum() / max(1, trained_tokens)
 
 

@@ -1,7 +1,6 @@
 """Formula: peak memory of one training step of our engine in closed form: named terms, a function
-each, and a maximum over phases. Terms are those of the GPU with the most trained tokens.
-
-The root is FSDP's root unit: embedding and head.
+each, and a maximum over phases. Terms are those of the GPU with the most trained tokens; they make
+a ``Footprint`` (constants.py). The root is FSDP's root unit: embedding, head, other tables.
 
 In the functions:  T tokens of that GPU's micro-batch  E hidden size  V vocabulary
 """
@@ -48,7 +47,7 @@ from highwater.model.footprint import (
     trained_parameters,
     update_bytes,
 )
-from highwater.model.layer_kind import LayerKind
+from highwater.model.layer_kind import LayerKind, learned_positions
 from highwater.model.model import Model
 from highwater.nouns.layout import CHUNK_BYTES
 
@@ -95,8 +94,10 @@ Formula = Callable[[Step], Footprint]
 """The formula of a trainer: memory of its step on the fullest GPU, in closed form."""
 
 
-def footprint(step: Step) -> Footprint:
-    """Memory that a step of our engine takes; an upper estimate, unlike ``likely_footprint``."""
+def upper_footprint(step: Step) -> Footprint:
+    """Memory that a step of our engine takes, as an upper estimate, for dry runs: it differs from
+    ``likely_footprint`` in ``filled_share`` alone.
+    """
     states = _states(step)
     phases = _phases(step, states)
     is_gpu = step.device == "cuda"
@@ -127,9 +128,9 @@ class _States:
 
 
 def _states(step: Step) -> _States:
-    """The states on one GPU. With one micro-batch, or FSDP1's offload, gradients are allocated in
-    the backward pass; those of policy and critic one model at a time, each updated before the
-    other's.
+    """The states on one GPU. By default (``Settings.accumulates``: two micro-batches or more) their
+    gradients last throughout the step. With one micro-batch, or FSDP1's offload, the backward pass
+    allocates them; those of policy and critic one model at a time, each updated before the other's.
     """
     settings = step.settings
     shards = step.layout.shard_degree
@@ -151,41 +152,42 @@ def _states(step: Step) -> _States:
 def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     """The phases of a step that may have its peak, in order of time."""
     is_gpu = step.device == "cuda"
-    always = (
+    always = (  # in every phase
         Term("process", 0 if is_gpu else CPU_PROCESS_BYTES),
         Term(WORKSPACES, sum(CUBLAS_WORKSPACES_BYTES) if is_gpu else 0),
         Term("ids, cosines and sines", _batch_bytes(step)),
     )
-    root_bytes = (
-        step.element_bytes * (_root_parameters(step) + step.other_tables) if step.gathers else 0
-    )
-    beside_layers = (*always, Term("embedding and head, gathered", root_bytes))
-    plan, layers = step.settings.activation_plan(step.shape.layers), step.shape.layers
-    kinds, before = {run.kind for run in step.shape.runs}, kept_bytes_before(step)
+    root_parameters = _root_parameters(step)
+    root_bytes = step.element_bytes * root_parameters if step.gathers else 0
+    # the root stays gathered until all layers have gone backward
+    always_and_root = (*always, Term("embedding and head, gathered", root_bytes))
+    before_gradients = (*states.terms(), *always_and_root)
+    with_all_gradients = (*states.terms(states.parameters), *always)
+    layers = step.shape.layers
+    plan = step.settings.activation_plan(layers)
+    kept_before = kept_bytes_before(step)
+    kinds = {run.kind for run in step.shape.runs}
     working = {kind: working_set_bytes(step.layer(kind)) for kind in kinds}
-    held = (*states.terms(), *beside_layers)
-    tokens, is_whole = step.tokens, step.settings.recompute == "none"
+    is_whole = step.settings.recompute == "none"
     keeps = "activations of all layers" if is_whole else "kept by recompute"
 
     def kept_on_gpu(first: int, end: int) -> Term:
-        return Term(keeps, tokens * max(0, before[end] - before[first]))
+        """What layers number ``first`` to ``end - 1``, from 0, keep for their backward pass."""
+        return Term(keeps, step.tokens * max(0, kept_before[end] - kept_before[first]))
 
     def handed(end: int) -> Term:
-        return Term("handed from layer to layer", tokens * handed_bytes(step, end))
+        return Term("handed from layer to layer", step.tokens * handed_bytes(step, end))
 
-    kept = kept_on_gpu(plan.layers_on_host, layers)
-    kept_at_the_end = kept_on_gpu(plan.first_on_gpu(layers - 1), layers)
-    at_the_end = (*states.terms(states.parameters), *always)
     # trained parameters of the layers whose backward pass is done have gradients
-    every = sum(run.count * run.kind.parameters for run in step.shape.runs)
-    trained = sum(run.count * step.trained_of(run.kind) for run in step.shape.runs)
+    in_layers = sum(run.count * run.kind.parameters for run in step.shape.runs)
+    trained_in_layers = sum(run.count * step.trained_of(run.kind) for run in step.shape.runs)
     # A single layer is the last one: no other layer goes backward or is reduced meanwhile.
     *others, last = backwards(step.shape.runs)
     middle = (
         phase(
             "backward of a layer",
-            *states.terms(trained * each.parameters_behind // every),
-            *beside_layers,
+            *states.terms(trained_in_layers * each.parameters_behind // in_layers),
+            *always_and_root,
             kept_on_gpu(plan.first_on_gpu(each.kept_layers - 1), each.kept_layers),
             handed(each.kept_layers),
             *_layer_terms(step, each, working),
@@ -194,26 +196,35 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
         for each in others or (last,)
     )
     phases = [
-        phase(LOSS, *held, kept, handed(layers), *_loss_terms(step, last.kind)),
+        phase(
+            LOSS,
+            *before_gradients,
+            kept_on_gpu(plan.layers_on_host, layers),
+            handed(layers),
+            *_loss_terms(step, last.kind),
+        ),
         phase(
             "backward of the last layer",
-            *(*held, kept_at_the_end, handed(layers)),
+            *before_gradients,
+            kept_on_gpu(plan.first_on_gpu(layers - 1), layers),
+            handed(layers),
             *_layer_terms(step, last, working),
         ),
         max(middle, key=lambda each: each.bytes),
-        phase("reduction of embedding and head", *at_the_end, _root_reduction(step, states)),
+        phase(
+            "reduction of embedding and head", *with_all_gradients, _root_reduction(step, states)
+        ),
     ]
     if step.is_frozen and step.layout.shard_degree > 1:
         # Several GPUs hold embedding, head and the first layer twice, as gathered and as used: a
         # peak only if both have no gradients, which are larger.
-        root = _root_parameters(step) + step.other_tables
-        came = step.element_bytes * (root + 2 * step.gathered(step.shape.runs[0].kind))
-        terms = (*states.terms(), *beside_layers, Term("gathered, as it came", came))
-        phases.insert(0, phase("gathering of embedding and head", *terms))
+        first_layers = 2 * step.gathered(step.shape.runs[0].kind)
+        came = Term("gathered, as it came", step.element_bytes * (root_parameters + first_layers))
+        phases.insert(0, phase("gathering of embedding and head", *before_gradients, came))
     shards = step.layout.shard_degree
     made = update_bytes(step.shape, step.settings, device=step.device, shards=shards)
     if made:
-        phases.append(phase("update", *at_the_end, Term("update", made)))
+        phases.append(phase("update", *with_all_gradients, Term("update", made)))
     return tuple(phases)
 
 
@@ -254,7 +265,7 @@ def _too_long_for_a_hole(step: Step, passing_bytes: int) -> int:
     """Bytes of a block kept for the root's float32 gradients; 0 if freed activations leave a block
     for them. ``passing_bytes``: the peak of all memory but the states.
     """
-    whole = _GRADIENT * _whole_root(step, has_head=not step.settings.traits.gives_scalars)
+    whole = _GRADIENT * _root_tables(step, has_head=not step.settings.traits.gives_scalars)
     has_gradients = step.layout.shard_degree > 1 and not step.is_frozen
     return whole if has_gradients and passing_bytes < _HOLE_FROM * whole else 0
 
@@ -262,8 +273,8 @@ def _too_long_for_a_hole(step: Step, passing_bytes: int) -> int:
 def _of_other_streams(step: Step, late_bytes: int) -> int:
     """Bytes kept on FSDP2's own streams: gathered weights, and the root's reduced gradients."""
     settings, degree = step.settings, step.layout.shard_degree
-    policy = _whole_root(step, has_head=not settings.traits.gives_scalars)
-    trained = policy + (_whole_root(step, has_head=False) if settings.trained_models > 1 else 0)
+    policy = _root_tables(step, has_head=not settings.traits.gives_scalars)
+    trained = policy + (_root_tables(step, has_head=False) if settings.trained_models > 1 else 0)
     # the reference is another model under FSDP2
     gathered = trained + (policy if settings.has_second_model else 0)
     summed = 0 if step.is_frozen else trained
@@ -281,7 +292,7 @@ def _from_host(step: Step) -> int:
     if not step.settings.offloads_model or degree == 1:
         return 0
     size = _WEIGHT if step.is_frozen else _MASTER
-    return size * _whole_root(step, has_head=False) * step.settings.trained_models // degree
+    return size * _root_tables(step, has_head=False) * step.settings.trained_models // degree
 
 
 def _of_fsdp1(step: Step) -> int:
@@ -294,34 +305,40 @@ def _of_fsdp1(step: Step) -> int:
         return _WEIGHT * shape.parameters
     largest_layer = max(run.kind.parameters for run in shape.runs)
     of_the_last_norm = shape.hidden_size // shape.layers  # which is gathered with them, in parts
-    lent = _WEIGHT * (_whole_root(step, has_head=True) + largest_layer + of_the_last_norm)
-    root = _whole_root(step, has_head=not step.settings.traits.gives_scalars)
+    lent = _WEIGHT * (_root_tables(step, has_head=True) + largest_layer + of_the_last_norm)
+    root = _root_tables(step, has_head=not step.settings.traits.gives_scalars)
     return lent + _GRADIENT * (root if step.settings.offloads_model else root + root // degree)
 
 
-def _whole_root(step: Step, *, has_head: bool) -> int:
-    """Parameters of FSDP's root: embedding, head (``has_head``, untied), layers' embeddings."""
-    own = sum(each.rows * each.row_size for each in step.shape.layer_tables)
-    return step.table_size * (2 if has_head and not step.shape.tied_embeddings else 1) + own
+def _root_parameters(step: Step) -> int:
+    """Parameters of FSDP's root unit: its tables, and learned positions."""
+    shape, has_head = step.shape, not step.settings.traits.gives_scalars
+    positions = learned_positions(shape.model_type, shape.native_length_tokens)
+    return _root_tables(step, has_head=has_head) + positions * shape.hidden_size
+
+
+def _root_tables(step: Step, *, has_head: bool) -> int:
+    """Parameters of the root's tables: the embedding and, if ``has_head``, a head that is not tied
+    to it, V x E each; and layers' own embeddings. Blocks kept reserved count these alone.
+    """
+    of_layers = sum(each.rows * each.row_size for each in step.shape.layer_tables)
+    return step.table_size * (2 if has_head and not step.shape.tied_embeddings else 1) + of_layers
 
 
 def outside_terms_of(step: Step, own: MachineConstants | None = None) -> tuple[Term, ...]:
     """Terms of memory outside the allocator for a ``Step``; see ``outside_terms``."""
-    return outside_terms(
-        *(step.shape, step.settings, step.layout, step.device, own),
-        pinned_activation_bytes=host_activation_bytes(step),
-    )
+    place = step.shape, step.settings, step.layout, step.device
+    return outside_terms(*place, own, pinned_activation_bytes=host_activation_bytes(step))
 
 
 def likely_footprint(step: Step) -> Footprint:
-    """The most likely memory of a step, as often too high as too low; ``footprint`` is an upper
-    estimate. Intervals are around this one, and a search starts from it.
+    """The most likely memory of a step, as often too high as too low: ``upper_footprint`` with
+    another ``filled_share``. Intervals are around this one, and a search starts from it.
     """
-    enough = footprint(step)
+    upper = upper_footprint(step)
     if step.device == "cpu":
-        return enough
-    share = LIKELY_FILLED_SHARE[step.settings.allocator]
-    return enough.replace(filled_share=share)
+        return upper
+    return upper.replace(filled_share=LIKELY_FILLED_SHARE[step.settings.allocator])
 
 
 def _batch_bytes(step: Step) -> int:
@@ -338,12 +355,6 @@ def _batch_bytes(step: Step) -> int:
         head_sizes = round(head_sizes * row.defaults["partial_rotary_factor"])
     element = NUMBER_BYTES if step.shape.model_type in OUTPUT_NORMS else step.element_bytes
     return step.tokens * (_IDS * _ID_BYTES + 2 * element * head_sizes)
-
-
-def _root_parameters(step: Step) -> int:
-    """Parameters of embedding and head only: V x E each, once if tied or the head gives scalars."""
-    has_own_head = not step.shape.tied_embeddings and not step.settings.traits.gives_scalars
-    return step.table_size * (2 if has_own_head else 1)
 
 
 def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
@@ -384,9 +395,9 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
 def _layer_terms(
     step: Step, backward: Backward, working: Mapping[LayerKind, int]
 ) -> tuple[Term, ...]:
-    """Terms of a layer's backward pass: its working set, its weights, those gathered ahead."""
-    following = backward.gathered_ahead if step.layout.shard_degree > 1 else None
-    ahead = 0 if following is None else step.gathered(following)
+    """Terms of a layer's backward pass: its working set, its weights, the next's gathered ahead."""
+    next_backward = backward.gathered_ahead if step.layout.shard_degree > 1 else None
+    ahead = 0 if next_backward is None else step.gathered(next_backward)
     gathered = step.gathered(backward.kind) + ahead
     # The head's gradient is also the embedding's if they are tied; the embedding's own part comes
     # after the layers.
@@ -417,33 +428,39 @@ def _reduced_element(step: Step) -> int:
 
 
 def _root_reduction(step: Step, states: _States) -> Term:
-    """The term of embedding and head after the layers' backward pass: their float32 gradients; this
-    GPU's shard of the sum, unless ``states`` count it; and gradients in the compute dtype: before
-    the sum those of both tables, or (tied, one table) those of its two uses with the first layer's
-    reduction; during the sum, on several GPUs, those of a separate head. Source: traces.
+    """The term of the root's gradients, after the layers' backward pass. It has
+
+    - the gradients as they are summed: float32, or bfloat16 on one GPU with such parameters;
+    - this GPU's shard of the sum, unless ``states`` count it among the gradients that come;
+    - gradients in the compute dtype, at the larger of two moments. Before the sum: those of all
+      tables and, if embedding and head are tied, the first layer's reduction, but less the shard of
+      the sum, which comes after. During the sum, on several GPUs: those of a separate head.
+
+    It is 0 if only adapters are trained. Source: traces.
     """
     if step.is_frozen:
         return _reduction(step, 0)
+    gives_scalars = step.settings.traits.gives_scalars
+    has_separate_head = not step.shape.tied_embeddings and not gives_scalars
     parameters = _root_parameters(step)
-    is_one, parameters = parameters == step.table_size, parameters + step.other_tables
-    share = parameters // step.layout.shard_degree
-    before = step.element_bytes * parameters
-    if is_one and not step.settings.traits.gives_scalars:
-        before += _reduction(step, step.shape.runs[0].kind.parameters).bytes
-    beside = 0 if is_one or share == parameters else step.element_bytes * step.table_size
-    left = max(beside, before - _reduced_element(step) * share)
+    shard = parameters // step.layout.shard_degree
+    before_sum = step.element_bytes * parameters - _reduced_element(step) * shard
+    if not has_separate_head and not gives_scalars:
+        before_sum += _reduction(step, step.shape.runs[0].kind.parameters).bytes
+    is_shared = step.layout.shard_degree > 1
+    during_sum = step.element_bytes * step.table_size if has_separate_head and is_shared else 0
     is_rounded = step.settings.parameters == "bf16" and step.layout.gpus > 1
-    reduced = _reduction(step, parameters + (share if is_rounded or not states.coming_bytes else 0))
-    return Term(reduced.name, reduced.bytes + left)
+    own_shard = shard if is_rounded or not states.coming_bytes else 0
+    summed = _reduction(step, parameters + own_shard)
+    return Term(summed.name, summed.bytes + max(before_sum, during_sum))
 
 
 def _host_terms(step: Step) -> tuple[Term, ...]:
     """Terms of the host's memory, for all GPUs of one machine."""
     shape, settings, layout = step.shape, step.settings, step.layout
-    staged_bytes = staged_gradient_bytes(shape, settings, layout=layout)
     return (
         Term("offloaded states and reference", host_state_bytes(shape, settings, layout=layout)),
-        Term("gradients on their way there", staged_bytes),
+        Term("gradients on their way there", staged_gradient_bytes(shape, settings, layout=layout)),
         Term(HOST_ACTIVATIONS, layout.machine_gpus * host_activation_bytes(step)),
         Term("processes", layout.machine_gpus * PROCESS_BYTES),
     )

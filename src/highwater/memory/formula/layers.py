@@ -9,7 +9,7 @@ token goes to  V vocabulary  U ``ulysses_degree``
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, starmap
 
 from highwater.memory.formula.moments import (
     WEIGHTS,
@@ -24,7 +24,7 @@ from highwater.memory.formula.moments import (
 )
 from highwater.model.families import family_row
 from highwater.model.footprint import kept_by_recompute
-from highwater.model.layer_kind import LayerKind, LayerRun, learned_positions
+from highwater.model.layer_kind import LayerKind, LayerRun
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import (
     DELTA_CHUNK_TOKENS,
@@ -97,14 +97,6 @@ class Step:
     def table_size(self) -> int:
         """Parameters of the embedding alone, or of the head alone: V x E."""
         return self.shape.vocab_size * self.shape.hidden_size
-
-    @property
-    def other_tables(self) -> int:
-        """Parameters of other embeddings: learned positions, and the layers' own tables."""
-        shape = self.shape
-        learned = learned_positions(shape.model_type, shape.native_length_tokens)
-        own = sum(each.rows * each.row_size for each in shape.layer_tables)
-        return learned * shape.hidden_size + own
 
     @property
     def gathers(self) -> bool:
@@ -235,7 +227,8 @@ class Layer:
         if self._family is None:
             return None
         found = self._family.layer(
-            *(self.step.shape.model_type, self.kind),
+            self.step.shape.model_type,
+            self.kind,
             is_recomputed=self.step.settings.recompute != "none",
             is_divided=self.step.layout.ulysses_degree > 1,
             is_frozen=self.step.is_frozen,
@@ -304,7 +297,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """A layer during its backward pass, and its neighbours, which use memory at the same time."""
+    """A layer in its backward pass, and its neighbours, before and behind it in forward order."""
 
     kind: LayerKind
     gathered_ahead: LayerKind | None
@@ -384,10 +377,12 @@ def kept_bytes_before(step: Step) -> tuple[int, ...]:
 
 def handed_bytes(step: Step, layers: int) -> int:
     """Bytes per token of tensors that layers pass to each other, and that are live during the
-    backward pass of layer number ``layers``, from 1: all layers' own embeddings, the tensors that
-    the norm of their projection saves, and the gradients of later layers' embeddings; keys and
-    values for later layers, until their own layer is recomputed, and their gradients from their
-    last reader on. Source: engine/models/fused/earlier_keys.py, traces.
+    backward pass of layer number ``layers``, from 1. 0 in models whose layers neither have
+    embeddings of their own nor read an earlier layer's keys: in all but a few families.
+    With embeddings: those of all layers, the tensors that the norm of their projection saves, and
+    the gradients of later layers' embeddings. With shared keys: keys and values for later layers,
+    until their own layer is recomputed, and their gradients from their last reader on. Source:
+    engine/models/fused/earlier_keys.py, traces.
     """
     element, every, found = step.element_bytes, step.shape.layers, 0
     for table in step.shape.layer_tables[1:]:
@@ -442,27 +437,29 @@ def kept_bytes(layer: Layer) -> int:
     of_mlp = 0 if layer.has_tiles else 4 * mlp.width
     experts = mlp.experts_per_token * (of_mlp + 2 * hidden) if mlp.experts > 1 else of_mlp
     experts = 0 if layer.has_expert_tiles else experts
-    return _attention_kept(layer) + _routing(layer) + element * (hidden + experts)
+    return _attention_saved(layer) + _routing(layer) + element * (hidden + experts)
 
 
 def working_set_bytes(layer: Layer) -> int:
     """Bytes that a layer's backward pass takes, besides what the layer saves: the maximum over its
     MLP, its attention with the MLP's gradients, and the copies of its weights from the host.
     """
-    # Tensors that a layer keeps besides its input are part of those its backward pass reads.
-    kept = kept_bytes(layer) - layer.step.element_bytes * layer.kind.hidden_size
+    # The functions below count what the backward pass reads, the layer's input left out. Of that,
+    # these bytes per token are kept since the forward pass: in ``kept_bytes``, so not here again.
+    kept_besides_input = kept_bytes(layer) - layer.step.element_bytes * layer.kind.hidden_size
     if layer.learned is not None:
-        return _learned_working_set(layer, layer.learned, kept)
-    return max(_attention_working_set(layer, kept), _mlp_working_set(layer, kept))
+        return _learned_working_set(layer, layer.learned, kept_besides_input)
+    of_attention = _attention_working_set(layer, kept_besides_input)
+    return max(of_attention, _mlp_working_set(layer, kept_besides_input))
 
 
-def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
+def _learned_working_set(layer: Layer, learned: LayerMoments, kept_besides_input: int) -> int:
     """Bytes of a learned layer at its largest moment, with what sequence sharing adds: a copy of
     the attention's input, unless heads are fused, and the tensors that a ring sends.
     """
     step = layer.step
     # moments are learned besides a kept input; an attention's kept output is in them
-    there = 0 if step.settings.recompute == "none" else step.tokens * kept
+    there = 0 if step.settings.recompute == "none" else step.tokens * kept_besides_input
     most = layer.learned_bytes(*learned.moments) - there
     is_copied = step.shape.model_type not in FUSED_HEADS and not learned.is_divided
     copied = layer.query if is_copied else 0
@@ -487,24 +484,26 @@ def _attention_moments(learned: LayerMoments) -> tuple[MomentBytes, ...]:
     return found or learned.moments
 
 
-def _attention_working_set(layer: Layer, kept: int) -> int:
-    """Bytes of the attention's backward pass; ``kept``: bytes per token already allocated."""
+def _attention_working_set(layer: Layer, kept_besides_input: int) -> int:
+    """Bytes of the attention's backward pass, without those that the layer kept."""
     step, hidden = layer.step, layer.kind.hidden_size
     of_output = 0 if step.is_frozen else hidden * layer.query
     gradients = step.element_bytes * (layer.trained_mlp_parameters + of_output)
-    attention = step.tokens * max(0, _attention_bytes(layer) - kept) + gradients
+    read = max(0, _attention_bytes(layer) - kept_besides_input)
+    attention = step.tokens * read + gradients
     if layer.has_output_norms and step.settings.recompute != "none":
         attention = max(attention, step.tokens * _rotation_bytes(layer))
     return max(attention, _fetching_bytes(layer))
 
 
-def _mlp_working_set(layer: Layer, kept: int) -> int:
-    """Bytes of the MLP's backward pass; ``kept``: bytes per token already allocated."""
+def _mlp_working_set(layer: Layer, kept_besides_input: int) -> int:
+    """Bytes of the MLP's backward pass, without those that the layer kept."""
     step, hidden = layer.step, layer.kind.hidden_size
-    # Besides the MLP: the tensors that the attention keeps, and the layer's output gradient.
-    beside = _attention_kept(layer) + _routing(layer) + step.element_bytes * hidden - kept
+    # Besides the MLP: what the attention saved for its own pass, and the layer's output gradient.
+    beside = _attention_saved(layer) + _routing(layer) + step.element_bytes * hidden
+    beside -= kept_besides_input
     if not layer.has_tiles and not layer.has_expert_tiles:
-        return max(_mlp_moments(layer, beside))
+        return _untiled_mlp_bytes(layer, beside)
     tile = (
         _expert_tile_bytes(layer) if layer.has_expert_tiles else 3 * step.element_bytes * layer.tile
     )
@@ -542,23 +541,18 @@ def _fetching_bytes(layer: Layer) -> int:
     return step.element_bytes * in_bfloat16 + NUMBER_BYTES * weight
 
 
-def _mlp_moments(layer: Layer, beside: int) -> tuple[int, ...]:
-    """Bytes of an untiled MLP's backward pass, by moment; ``beside``: other bytes per token."""
+def _untiled_mlp_bytes(layer: Layer, beside: int) -> int:
+    """Bytes of an untiled MLP's backward pass at its peak; ``beside``: other bytes per token."""
     step, hidden, mlp = layer.step, layer.kind.hidden_size, layer.kind.mlp
-    moments = _MOMENTS_OF_EXPERTS if mlp.experts > 1 else _MOMENTS
-    per_token = (
-        mlp.experts_per_token * (of_hidden * hidden + of_width * mlp.width)
-        for of_hidden, of_width, _ in moments
-    )
-    weights = (
-        step.element_bytes * count * layer.trained_mlp_parameters // 3 for _, _, count in moments
-    )
-    # a packed weight is unpacked for a product of T x E, and not while gates go backward
-    unpacked_weights = (layer.unpacked_bytes if of_hidden else 0 for of_hidden, _, _ in moments)
-    return tuple(
-        step.tokens * max(0, beside + step.element_bytes * elements) + size + unpacked
-        for elements, size, unpacked in zip(per_token, weights, unpacked_weights, strict=True)
-    )
+
+    def moment_bytes(of_hidden: int, of_width: int, weights: int) -> int:
+        elements = mlp.experts_per_token * (of_hidden * hidden + of_width * mlp.width)
+        gradients = step.element_bytes * weights * layer.trained_mlp_parameters // 3
+        # a packed weight is unpacked for a product of T x E, and not while gates go backward
+        unpacked = layer.unpacked_bytes if of_hidden else 0
+        return step.tokens * max(0, beside + step.element_bytes * elements) + gradients + unpacked
+
+    return max(starmap(moment_bytes, _MOMENTS_OF_EXPERTS if mlp.experts > 1 else _MOMENTS))
 
 
 def _attention_bytes(layer: Layer) -> int:
@@ -640,11 +634,11 @@ def _rotation_bytes(layer: Layer) -> int:
     return layer.step.element_bytes * tensors + NUMBER_BYTES * max(3 * query, query + 3 * key)
 
 
-def _attention_kept(layer: Layer) -> int:
-    """Bytes per token that the attention keeps, with the residual stream after it and the MLP's
-    input: q, k, v as the kernel takes them, its output, a copy of it (with Ulysses in this GPU's
-    positions, with fused heads in their order), and float32 values of each row and head.
-
+def _attention_saved(layer: Layer) -> int:
+    """Bytes per token that the attention's backward pass reads, kept since the forward pass or made
+    again by recompute, with the residual stream after it and the MLP's input: q, k, v as the kernel
+    takes them, its output, a copy of it (with Ulysses in this GPU's positions, with fused heads in
+    their order), and float32 values of each row and head.
     With output norms, the normed outputs and the stream are three of T x E as well.
     """
     query, attention = layer.query, layer.kind.attention

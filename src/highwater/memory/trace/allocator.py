@@ -85,7 +85,6 @@ class MemoryPool:
     """The free and the unmapped blocks of one stream, for small or for large requests."""
 
     is_small: bool
-    is_expandable: bool
     least_rest_bytes: int
     """Fewest bytes left of a block that become a block of their own (should_split)."""
     free: MemoryBlocks = field(default_factory=MemoryBlocks)
@@ -187,7 +186,6 @@ class CachingAllocator:
             splits = is_small or self.is_expandable
             pool = self._pools[stream, is_small] = MemoryPool(
                 is_small=is_small,
-                is_expandable=self.is_expandable,
                 least_rest_bytes=MIN_BLOCK_BYTES if splits else SMALL_BYTES + 1,
             )
         return pool
@@ -200,7 +198,7 @@ class CachingAllocator:
         self._awaited[handle] = None
 
     def handle(self, block: MemoryBlock) -> int:
-        """Make a handle for a block from ``take``."""
+        """Make a handle, as of ``allocate``, for a block that ``take`` allocated."""
         self._next_handle += 1
         self._live[self._next_handle] = block
         return self._next_handle
@@ -220,16 +218,15 @@ class CachingAllocator:
         """
         for handle in tuple(self._awaited):
             self.free(handle)
-        for is_small in (False, True):
-            for pool in self._pools.values():
-                if pool.is_small is not is_small:
-                    continue
-                for block in list(pool.free.ordered):
-                    if pool.is_expandable:
-                        self._unmap(block)
-                    elif block.before is None and block.after is None:
-                        pool.free.remove(block)
-                        self._reserve(-block.size)
+        for pool in sorted(
+            self._pools.values(), key=lambda pool: pool.is_small
+        ):  # large ones first
+            for block in list(pool.free.ordered):
+                if self.is_expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    pool.free.remove(block)
+                    self._reserve(-block.size)
 
     def _new_block(self, pool: MemoryPool, size: int) -> MemoryBlock | None:
         """A free block in new memory from the device; None if it exceeds the capacity."""
@@ -278,12 +275,7 @@ class CachingAllocator:
         unmapped = block.pool.unmapped
         unmapped.remove(block)
         if mapped < block.size:
-            at, size = block.address + mapped, block.size - mapped
-            rest = MemoryBlock(at, size, block.pool, is_mapped=False)
-            _link(rest, block.after)
-            _link(block, rest)
-            block.size = mapped
-            unmapped.add(rest)
+            unmapped.add(_cut(block, block.address + mapped))
         block.is_mapped = True
         self._merge(block, block.before)
         self._merge(block, block.after)
@@ -301,16 +293,11 @@ class CachingAllocator:
         free = block.pool.free
         free.remove(block)
         if start > block.address:
-            head = MemoryBlock(block.address, start - block.address, block.pool)
-            _link(block.before, head)
-            _link(head, block)
+            head, block = block, _cut(block, start)
             free.add(head)
         if stop < block.address + block.size:
-            tail = MemoryBlock(stop, block.address + block.size - stop, block.pool)
-            _link(tail, block.after)
-            _link(block, tail)
-            free.add(tail)
-        block.address, block.size, block.is_mapped = start, stop - start, False
+            free.add(_cut(block, stop))
+        block.is_mapped = False
         self._merge(block, block.before)
         self._merge(block, block.after)
         block.pool.unmapped.add(block)
@@ -324,13 +311,9 @@ class CachingAllocator:
         (pool.free if neighbour.is_mapped else pool.unmapped).remove(neighbour)
         if neighbour is block.before:
             block.address = neighbour.address
-            block.before = beyond = neighbour.before
-            if beyond is not None:
-                beyond.after = block
+            _link(neighbour.before, block)
         else:
-            block.after = beyond = neighbour.after
-            if beyond is not None:
-                beyond.before = block
+            _link(block, neighbour.after)
         block.size += neighbour.size
 
     def _exceeds(self, size: int) -> bool:
@@ -365,7 +348,7 @@ def _page_bytes(pool: MemoryPool) -> int:
 
 
 def _least_growing(ordered: list[MemoryBlock], best: int) -> int:
-    """Index of the first block, from the best fit on, that can grow to no more than the next."""
+    """Index in ``ordered`` of the first block, from ``best`` on, that cannot outgrow the next."""
     least = _growable_size(ordered[best])
     for index in range(best + 1, len(ordered)):
         size = _growable_size(ordered[index])
@@ -386,6 +369,16 @@ def _room_from(block: MemoryBlock | None, size: int) -> bool:
         room += block.size
         block = block.after
     return room >= size
+
+
+def _cut(block: MemoryBlock, address: int) -> MemoryBlock:
+    """Cut a block that is not allocated at an address; returns the part from there on."""
+    size = block.address + block.size - address
+    rest = MemoryBlock(address, size, block.pool, block.is_mapped)
+    _link(rest, block.after)
+    _link(block, rest)
+    block.size -= size
+    return rest
 
 
 def _link(one: MemoryBlock | None, other: MemoryBlock | None) -> None:

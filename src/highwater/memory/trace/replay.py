@@ -51,6 +51,7 @@ class Replayed(Record, frozen=True, kw_only=True):
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     retries: int
+    """Number of times that all cached blocks were released to serve an allocation."""
     allocated_by_phase: dict[str, int]
     """Peak of allocated bytes within each phase."""
     alive: tuple[Alive, ...]
@@ -118,11 +119,11 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
         return max(alive, default=0)
 
     def blocks(self, tokens: int) -> list[int]:
-        """Bytes of the block for each kind of allocation."""
+        """The same in whole blocks of the allocator: ``sizes`` rounded up, in the same order."""
         return [round_size(size) if size else 0 for size in self.sizes(tokens)]
 
     def sizes(self, tokens: int) -> list[int]:
-        """Bytes of an allocation of each kind."""
+        """Bytes of one allocation of each kind at so many tokens, in the order of ``kinds``."""
         lines = (
             kind.fixed_bytes + kind.bytes_per_tokens[0] * tokens // kind.bytes_per_tokens[1]
             for kind in self.kinds
@@ -135,7 +136,7 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=64)
 def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
-    """Changes of live allocations, as codes: n allocates a block of kind n, -1 - n frees it."""
+    """Codes of the events that allocate or free: n allocates a block of kind n, -1 - n frees it."""
     allocated: list[int | None] = []
     found = []
     for code in events:
@@ -266,7 +267,7 @@ def replay_trace(
 
 
 def ran_out(least_bytes: int) -> Replayed:
-    """The result, without a replay, if ``least_bytes``, live at once, exceed the capacity."""
+    """The result for a trace whose ``least_bytes`` exceed the capacity: it needs no replay."""
     return Replayed(
         fits=False,
         phase="",
@@ -313,7 +314,7 @@ def timeline(
     capacity_bytes: int | None = None,
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> bytes:
-    """The pickled snapshot of a replay, up to its last event or the first that does not fit."""
+    """A replay as a pickled snapshot, up to its last event or the first allocation that fails."""
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes
     )

@@ -29,7 +29,7 @@ from highwater.trainers.accelerate import (
     sharing_of,
 )
 from highwater.trainers.emitted import (
-    FLEX,
+    ATTENTIONS,
     WHOLE_SHARDS,
     Dialect,
     Emitted,
@@ -76,7 +76,7 @@ _ATTENTION = {
         "flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: "
         "kernels-community/flash-attn2",
     ),
-    "flex_attention": (FLEX,),
+    "flex_attention": (ATTENTIONS["flex_attention"],),
 }
 _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
 """Flag that names the model if its directory is unknown: TRL's YAML has no variables."""
