@@ -170,9 +170,8 @@ def test_steps_of_gemma_4_take_as_long_as_notes_say(words, measured_s):
 
 
 def test_a_step_has_the_micro_batches_that_were_asked_for():
-    two, eight = (
-        highwater.predict("Qwen3-8B", gpus="4xH100-80GB", length="32k", micro_batches=count).answer.step
-        for count in (2, 8)
-    )
+    usual = {"gpus": "4xH100-80GB", "length": "32k"}
+    found = [highwater.predict("Qwen3-8B", micro_batches=count, **usual) for count in (2, 8)]
+    two, eight = (each.answer.step for each in found)
     assert eight.step_tokens == 4 * two.step_tokens
     assert 3.5 * two.time_s < eight.time_s < 4 * two.time_s

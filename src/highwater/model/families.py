@@ -14,7 +14,7 @@ tests/numeric/test_loss.py compare with those that are installed.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from highwater.errors import ModelError
 from highwater.nouns.codec import Record, packaged
@@ -279,19 +279,18 @@ def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform
     rule = family_row(config["model_type"]).logits
     if rule is None:
         return PLAIN
-    value = cast("Any", config.get(rule.field, rule.usual))
+    value: Any = config.get(rule.field, rule.usual)
     if value is None and rule.does == "cap":
         return PLAIN
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    is_within = (is_whole or isinstance(value, float)) and _LEAST <= value <= _MOST
-    if not is_within or (is_whole and not rule.takes_whole):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = float(value) if is_number and _LEAST <= value <= _MOST else None
+    if number is None or (isinstance(value, int) and not rule.takes_whole):
         usual = 30.0 if rule.does == "cap" else rule.usual
         raise ModelError(
             f"{source}, of the family {config['model_type']}, has {rule.field} = {value!r}",
             hint=f"set {rule.field} to a number from {_LEAST:g} to {_MOST:g}, with a decimal "
-            f"point, for example {float(value) if is_within else usual}",
+            f"point, for example {usual if number is None else number}",
         )
-    number = float(value)
     if rule.does == "cap":
         return LogitTransform(soft_cap=number)
     return LogitTransform(scale=number if rule.does == "times" else 1 / number)

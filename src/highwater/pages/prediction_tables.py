@@ -375,7 +375,7 @@ def _nothing(
     native_tokens = prediction.native_length_tokens
     what = f"at {_tokens(asked or shortest or 0, native_tokens)}{'' if asked else ' or more'}"
     text = f"No: {plain(prediction.model_name)} does not train {what} on "
-    text += f"{_where(prediction)}, {source}."
+    text += f"{_where(prediction)}{_unless_gpus(prediction)}, {source}."
     chosen = changed.chosen if changed and changed.as_written else None
     text = _chosen(changed, chosen, "No, not") if changed and chosen else text
     shorter, fewer = None if longest is None else longest.answer, ()
@@ -410,12 +410,26 @@ def _would_fit(
     return f"What would fit: {'; or '.join(would)}." if would else ""
 
 
-def _lacking(prediction: Prediction) -> str:
-    nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
-    lacks_bytes = _lacking_bytes(nearest)
+def _unless_gpus(prediction: Prediction) -> str:
+    """Words after a No on what ends it, unless that is GPUs with one copy of the states."""
+    nearest, lacks_bytes = _nearest(prediction)
     if nearest.binding == "host":
-        there_bytes = prediction.memory_limit.host_bytes or 0
-        lacks_bytes = nearest.footprint.host_needed_bytes - there_bytes
+        return f": it lacks {format_bytes(lacks_bytes)} of host memory, not GPUs"
+    copies = min(cell.cell.layout.replicate_degree for cell in prediction.cells)
+    return f" with {copies} copies of the states" if copies > 1 else ""
+
+
+def _nearest(prediction: Prediction) -> tuple[CellPrediction, int]:
+    """The cell that lacks least, of GPUs before host memory, and the bytes that it lacks."""
+    nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
+    if nearest.binding != "host":
+        return nearest, _lacking_bytes(nearest)
+    there_bytes = prediction.memory_limit.host_bytes or 0
+    return nearest, nearest.footprint.host_needed_bytes - there_bytes
+
+
+def _lacking(prediction: Prediction) -> str:
+    nearest, lacks_bytes = _nearest(prediction)
     how = settings_in_words(nearest.cell.settings, nearest.cell.layout)
     return (
         f"Nearest is {how}, which lacks {format_bytes(lacks_bytes)} "
