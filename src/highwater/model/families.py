@@ -279,11 +279,12 @@ def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform
     rule = family_row(config["model_type"]).logits
     if rule is None:
         return PLAIN
-    value: Any = config.get(rule.field, rule.usual)
+    value = config.get(rule.field, rule.usual)
     if value is None and rule.does == "cap":
         return PLAIN
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    number = float(value) if is_number and _LEAST <= value <= _MOST else None
+    number = None
+    if isinstance(value, int | float) and not isinstance(value, bool) and _LEAST <= value <= _MOST:
+        number = float(value)
     if number is None or (isinstance(value, int) and not rule.takes_whole):
         usual = 30.0 if rule.does == "cap" else rule.usual
         raise ModelError(
