@@ -440,6 +440,7 @@ def _add_flags(
     A setting's ``name`` is its flag, and ``sets`` the attribute of the parsed arguments. They
     differ where a request has a setting of that name, with another meaning: ``--gpus`` of
     ``predict`` is the field ``cluster`` of ``CommandFlags``, and is read as ``arguments.cluster``.
+    A setting with ``nargs`` is no flag: the model is typed alone, and sets ``arguments.model``.
     """
     for row in rows:
         # by identity: a flag of a command alone may have the name of a request's setting

@@ -63,7 +63,9 @@ def _train(arguments: argparse.Namespace) -> int:
 def _say_stopped(
     arguments: argparse.Namespace, asked: TrainingRequest, result: TrainingResult | None
 ) -> None:
-    """Print what is kept, and the effect of the same command; ``result`` None: nothing is kept."""
+    """Print what is kept, and what the same command would do next. ``asked``: the run that was
+    stopped; ``result`` None: nothing is kept.
+    """
     console.talk(stopped_sentence(result))
     then = "goes on where this stopped"
     if result is None:

@@ -238,8 +238,8 @@ class Prediction(Record, frozen=True, kw_only=True):
     @property
     def answer(self) -> CellPrediction | None:
         """The cell that answers the question: the simplest cell that trains the requested length,
-        or the cell with the longest capacity; else, if the default headroom is not left, the cell
-        with the most free memory that may still fit. None if no cell may fit.
+        or the first of those with the longest capacity; else, if the default headroom is not left,
+        the cell with the most free memory that may still fit. None if no cell may fit.
         """
         fitting = [cell for cell in self.cells if cell.capacity_tokens]
         if fitting and self.length_tokens:

@@ -370,7 +370,8 @@ def longest(predictor: Predictor, room_bytes: int, *, likely_index: int | None =
         return predictor.at(question.grid.length(index), room_bytes).fits
 
     for first, last in question.growing_ranges(by_formula.cell, end):
-        # a range without the start begins with its shortest length: if that does not, none fits
+        # A range without the start is searched from its shortest length: if that does not fit,
+        # nothing in it does.
         holds_start = last == end if start is None else first <= start <= last
         found = edge(start if holds_start else first, last, fits, first=first)
         if found:

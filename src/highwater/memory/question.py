@@ -67,7 +67,9 @@ def predicted_question(
     length_tokens: int | None,
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:
-    """The question with every rung, on a grid or at one length; and notes. Raises UsageError."""
+    """The question with every rung, on a grid or at ``length_tokens``; and notes. ``settings`` are
+    fields of ``Request``; UsageError for one that the trainer or the model cannot have.
+    """
     settings = {"headroom": default_headroom_bytes(where.device_bytes), **settings}
     # trials of a foreign trainer without DeepSpeed: FSDP shards as ZeRO-3 does, and a note says so
     no_zero = TRAINERS[trainer].is_watched and TRAINERS[trainer].refused(["deepspeed"])
@@ -93,6 +95,7 @@ def predicted_question(
         for request in _requests(model, where, trainer, settings)
     ]
     every = (cell for each in plans for cell in each.question.cells)
+    # of cells that reach as far, the answer is the first: one without activations on the host
     cells = tuple(sorted(every, key=lambda cell: cell.settings.activations == "host"))
     question = plans[0].question.replace(cells=cells)
     notes = (ZERO_NOTE,) if is_zero else ()

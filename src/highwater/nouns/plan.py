@@ -507,7 +507,7 @@ def _adapters_here(request: Request, model: Model) -> tuple[Request, tuple[str, 
 
 def _refuse_experts(settings: Settings, model: Model, device: Device, trainer: TrainerName) -> None:
     """Raise ModelError for experts whose rows are no multiple of 16 bytes, as PyTorch needs, and
-    UsageError for settings that exclude adapters on experts.
+    UsageError for settings, or a trainer, with which experts cannot have adapters.
     """
     lora, numbers = settings.adapters, _ROW_BYTES // (4 if device == "cpu" else 2)
     for what, width in (

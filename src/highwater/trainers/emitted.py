@@ -86,7 +86,9 @@ class Emitted(Record, frozen=True, kw_only=True):
 
 
 class Dialect(NamedTuple):
-    """A trainer that configurations are written for: its names, and texts common to all."""
+    """A trainer that configurations are written for: its names, and the texts that the
+    configurations of every such trainer have.
+    """
 
     target: Target
     name: str

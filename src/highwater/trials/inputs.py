@@ -164,7 +164,9 @@ class ModelFiles(Record, frozen=True, kw_only=True):
         return None
 
     def placed(self, folder: Path) -> Path:
-        """The directory to open the model from: its own, or ``folder`` with the sent files."""
+        """The directory to open the model from: its own, or, if contents were sent, ``folder``,
+        into which they are written.
+        """
         if self.contents is None:
             return Path(self.directory)
         folder.mkdir(parents=True)

@@ -233,7 +233,9 @@ def disk_errors(directory: Path) -> Generator[None]:
 
 
 def _sort_by_unit(directory: Path, types: dict[str, str]) -> None:
-    """Rewrite every file, so that the documents of a unit are consecutive."""
+    """Rewrite every file of ``types`` (names, and NumPy's type of each), so that documents which a
+    step has all or none of, a unit, are consecutive.
+    """
     units = np.fromfile(directory / "units.bin", dtype="<i8")
     offsets = np.fromfile(directory / "offsets.bin", dtype="<i8")
     order = np.argsort(units, kind="stable")

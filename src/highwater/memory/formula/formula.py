@@ -128,9 +128,10 @@ class _States:
 
 
 def _states(step: Step) -> _States:
-    """The states on one GPU. By default (``Settings.accumulates``: two micro-batches or more) their
-    gradients last throughout the step. With one micro-batch, or FSDP1's offload, the backward pass
-    allocates them; those of policy and critic one model at a time, each updated before the other's.
+    """The states on one GPU. With ``Settings.keeps_gradients`` (two micro-batches or more, which is
+    the default, or an offloaded model) their gradients last throughout the step. Else, and with
+    FSDP1's offload, the backward pass allocates them; those of policy and critic one model at a
+    time, each updated before the other's.
     """
     settings = step.settings
     shards = step.layout.shard_degree

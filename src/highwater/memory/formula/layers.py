@@ -441,8 +441,8 @@ def kept_bytes(layer: Layer) -> int:
 
 
 def working_set_bytes(layer: Layer) -> int:
-    """Bytes that a layer's backward pass takes, besides what the layer saves: the maximum over its
-    MLP, its attention with the MLP's gradients, and the copies of its weights from the host.
+    """Bytes that a layer's backward pass takes, besides ``kept_bytes``: the maximum over its MLP,
+    its attention with the MLP's gradients, and the copies of its weights from the host.
     """
     # The functions below count what the backward pass reads, the layer's input left out. Of that,
     # these bytes per token are kept since the forward pass: in ``kept_bytes``, so not here again.
