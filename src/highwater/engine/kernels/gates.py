@@ -6,9 +6,8 @@ blocks of rows. Both compute in float32 (float64 for float64) and round once.
 Shapes:  T tokens  F intermediate size
 """
 
-import importlib
 import importlib.util
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ BLOCK_BYTES = MIB
 """Bytes of one float32 block of rows; a few blocks are alive at a time."""
 
 
+@cache
 def triton_twin(module: str) -> Any:
     """Import the Triton kernels of ``module`` (``module_triton``); RuntimeError without Triton."""
     if importlib.util.find_spec("triton") is None:
