@@ -144,7 +144,8 @@ def test_a_hint_that_is_typed_does_what_it_says(run, tmp_path, row):
     assert (done.returncode, done.stdout) in ((2, ""), (3, "")), done.stderr
     problem, hint = refused(done)
     assert row.get("said", "") in problem
-    assert "starting to read" not in done.stderr, "data is read after all that is typed is right"
+    if not row.get("reads"):
+        assert "starting to read" not in done.stderr, "data is read when all typed is right"
     if "offers" in row:
         offers = [shlex.join(words) for words in offered(hint) if words != ["nvidia-smi"]]
         assert offers == row["offers"]
