@@ -216,6 +216,18 @@ class MemoryBudget(Record, frozen=True, kw_only=True):
     nccl_bytes: int
     allocator_cap_bytes: int
 
+    @classmethod
+    def split(
+        cls, budget_bytes: int, *, context_bytes: int = 0, nccl_bytes: int = 0
+    ) -> "MemoryBudget":
+        """The budget whose allocator has what context and NCCL leave; 0 if they leave nothing."""
+        return cls(
+            budget_bytes=budget_bytes,
+            context_bytes=context_bytes,
+            nccl_bytes=nccl_bytes,
+            allocator_cap_bytes=max(0, budget_bytes - context_bytes - nccl_bytes),
+        )
+
 
 class RankMemory(Record, frozen=True, kw_only=True):
     """Peaks of one rank over all steps (on the CPU since the process started); None: unknown."""

@@ -259,7 +259,7 @@ def bounded_allocator(spec: TrialSpec, gpus: tuple[str, ...] | None) -> dict[str
     totals = [gpu.memory_total_bytes for gpu in probe(gpus).gpus[: spec.layout.gpus]]
     if budget is None or spec.device == "cpu" or not totals:
         return {}
-    if budget.allocator_cap_bytes <= 0:
+    if not budget.allocator_cap_bytes:
         raise UsageError(
             f"a memory of {format_bytes(budget.budget_bytes)} is taken by context and NCCL alone",
             hint="use a larger `--memory`",
@@ -292,12 +292,7 @@ def memory_budget(spec: TrialSpec) -> MemoryBudget | None:
     shape = load_model(spec.model_directory).shape
     terms = outside_terms(shape, spec.settings, spec.layout, spec.device)
     nccl = sum(term.bytes for term in terms if "NCCL" in term.name)
-    return MemoryBudget(
-        budget_bytes=spec.memory_budget_bytes,
-        context_bytes=context,
-        nccl_bytes=nccl,
-        allocator_cap_bytes=spec.memory_budget_bytes - context - nccl,
-    )
+    return MemoryBudget.split(spec.memory_budget_bytes, context_bytes=context, nccl_bytes=nccl)
 
 
 _READ_BYTES = 32 * MIB

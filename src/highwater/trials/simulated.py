@@ -125,12 +125,7 @@ class SimulatedRunner(OneByOne):
         if spec.memory_budget_bytes is None:
             return None
         context, nccl = self._outside_bytes(spec)
-        return MemoryBudget(
-            budget_bytes=spec.memory_budget_bytes,
-            context_bytes=context,
-            nccl_bytes=nccl,
-            allocator_cap_bytes=max(0, spec.memory_budget_bytes - context - nccl),
-        )
+        return MemoryBudget.split(spec.memory_budget_bytes, context_bytes=context, nccl_bytes=nccl)
 
     def _outside_bytes(self, spec: TrialSpec) -> tuple[int, int]:
         """Bytes outside the allocator: context and others, and NCCL separately."""
