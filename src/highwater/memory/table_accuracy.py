@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.predictor import predict_cells
@@ -194,7 +192,7 @@ def _no_table(path: Path, why: str) -> UsageError:
 
 def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
     """The question for one GPU and model; the model keeps the table's name, which may be a path."""
-    model = msgspec.structs.replace(load_model(model_name), name=model_name)
+    model = load_model(model_name).replace(name=model_name)
     native_tokens = model.shape.native_length_tokens
     return Question(
         model=model,

@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import torch
 from torch import nn
 from torch.cuda.nccl import version as nccl_version
@@ -190,7 +189,7 @@ class RankRun(ABC):
             )
         is_gpu = context.device.type == "cuda"
         device_name = torch.cuda.get_device_name(context.device) if is_gpu else "CPU"
-        self.report = self.with_(
+        self.report = self.report.replace(
             attention_kernel=context.kernel, allocator_settings=settings, device_name=device_name
         )
         self.profiler = profiler_of(self.spec, self.report.rank)
@@ -202,7 +201,7 @@ class RankRun(ABC):
         for model, _ in training.trained:
             self.where.follow(model.layers)
         self.out_of_memory.know(training)
-        self.report = self.with_(
+        self.report = self.report.replace(
             parameters=training.policy.parameter_count, weights=training.policy.weights
         )
         if training.policy.weights == "random":
@@ -220,9 +219,7 @@ class RankRun(ABC):
         limit = self.spec.memory_budget_bytes
         if context.device.type == "cpu":
             assert limit is not None
-            budget = MemoryBudget(
-                budget_bytes=limit, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=limit
-            )
+            budget = MemoryBudget.split(limit)
         else:
             self.where.enter("rehearsal")
             self.on_phase("loading kernels")
@@ -237,7 +234,7 @@ class RankRun(ABC):
             )
         assert self.watch is not None
         self.watch.begin()
-        self.report = self.with_(budget=budget)
+        self.report = self.report.replace(budget=budget)
 
     def step(self, training: Training, micro_batches: Sequence[Batch], *, number: int) -> None:
         """Train step ``number`` (from 1) and record it; FloatingPointError for infinite values."""
@@ -247,7 +244,7 @@ class RankRun(ABC):
         random = {"seed": self.spec.seed, "rank": self.report.rank, "step": number}
         values = step_numbers(training, micro_batches, enter=self.enter, **random)
         refuse_infinite(values, number)
-        self.report = self.with_(
+        self.report = self.report.replace(
             losses=(*self.report.losses, values["loss"]),
             gradient_norms=(*self.report.gradient_norms, values["gradient_norm"]),
             step_times_s=(
@@ -262,17 +259,13 @@ class RankRun(ABC):
 
     def snapshot(self) -> RankReport:
         """Return the report as of now, memory peaks included."""
-        return self.with_(memory=self.watch.peaks()) if self.watch else self.report
+        return self.report.replace(memory=self.watch.peaks()) if self.watch else self.report
 
     def enter(self, phase: str) -> None:
         """Note that a phase of a step begins."""
         self.where.enter(phase)
         if self.watch:
             self.watch.sample()
-
-    def with_(self, **changes: object) -> RankReport:
-        """Return the report with these fields changed."""
-        return msgspec.structs.replace(self.report, **changes)
 
 
 def _preparing_s(training: Training) -> float:
@@ -410,4 +403,4 @@ class Trial(RankRun):
             where = self.spec.checkpoint_directory
             raise OSError(error.errno, error.strerror, where) from error
         done = Save(kind=kind, time_s=time.perf_counter() - began, written_bytes=written_bytes)
-        self.report = self.with_(saves=(*self.report.saves, done))
+        self.report = self.report.replace(saves=(*self.report.saves, done))
