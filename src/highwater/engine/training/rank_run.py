@@ -12,13 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.cuda.nccl import version as nccl_version
 from transformers.utils import logging as transformers_logging
 
 from highwater.engine.activations.host import HostActivations
@@ -28,6 +26,7 @@ from highwater.engine.data.batches import Batch, Document, batches, digest, pack
 from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.parallel.collectives import gather_rows
+from highwater.engine.parallel.mesh import versions
 from highwater.engine.training import checkpoint
 from highwater.engine.training.memory_profiler import (
     MemoryWatch,
@@ -60,7 +59,6 @@ from highwater.model.model import load_model
 from highwater.nouns.control_group import host_memory_bytes
 from highwater.nouns.settings import HOST_SHARE, Loss
 from highwater.nouns.trial import MemoryBudget, OnPhase, RankReport, Save, TrialSpec
-from highwater.version import __version__
 
 CRITIC_SEED = 1
 """Added to the trial's seed, so that a critic with random weights is no copy of the policy."""
@@ -314,20 +312,6 @@ def rehearse(training: Training, batch: Batch) -> None:
         clear_gradients(training, model, optimizer)
 
     backward_of(training, [batch], then=clear)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the libraries that this process runs on."""
-    found = {
-        "highwater": __version__,
-        "torch": str(torch.__version__),
-        "transformers": version("transformers"),
-    }
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(str(part) for part in nccl_version())
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
 
 
 class Trial(RankRun):
