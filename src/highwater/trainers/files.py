@@ -345,18 +345,19 @@ def _is_one(name: str, patterns: Iterable[str]) -> bool:
 
 def trial_start(trainer: Finetuner) -> TrialStart:
     """How trials of a trainer are started."""
-    return TrialStart(partial(_prepare, trainer), partial(check_finetuner, trainer))
+
+    def notes(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:
+        return _checked(trainer, spec, foreign, has_flash, Path("there"))[1].notes
+
+    return TrialStart(partial(_prepare, trainer), notes)
 
 
 def _prepare(
     trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome
 ) -> ForeignCommand:
-    """Write a trial's files, and return its command. Raises HighwaterError as the check does."""
-    check_finetuner(trainer, spec, foreign, home.has_flash)
-    folder = home.folder
-    words = foreign.command or (trainer.program,)
-    trial = launched(spec, _place(spec, folder), has_flash=home.has_flash(words[0]))
-    files = trial_files(trainer, trial, finetuner_base(trainer, foreign))
+    """Write a trial's files, and return its command. Raises the errors of ``_checked``."""
+    folder, words = home.folder, foreign.command or (trainer.program,)
+    trial, files = _checked(trainer, spec, foreign, home.has_flash, folder)
     documents = DocumentOrder(
         path=str(folder / DOCUMENTS),
         kind="text",
@@ -385,18 +386,17 @@ def _prepare(
     )
 
 
-def check_finetuner(
-    trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash
-) -> tuple[str, ...]:
-    """Notes on a trial. Raises HighwaterError if the trainer is missing or cannot express it."""
+def _checked(
+    trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash, folder: Path
+) -> tuple[FinetunerTrial, TrialFiles]:
+    """The trial in a folder, and the contents of its files. Raises HighwaterError if the trainer is
+    missing or cannot express it.
+    """
     program = (foreign.command or (trainer.program,))[0]
-    files = trial_files(
-        trainer,
-        launched(spec, _place(spec, Path("there")), has_flash=has_flash(program)),
-        finetuner_base(trainer, foreign),
-    )
+    trial = launched(spec, _place(spec, folder), has_flash=has_flash(program))
+    files = trial_files(trainer, trial, finetuner_base(trainer, foreign))
     refuse_no_program(program, trainer.words.name, trainer.package, trainer.program)
-    return files.notes
+    return trial, files
 
 
 def finetuner_base(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
