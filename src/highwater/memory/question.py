@@ -28,7 +28,7 @@ from highwater.memory.trainers import (
 )
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
-from highwater.nouns.cells import heads_obstacle, ring_obstacle, simplicity
+from highwater.nouns.cells import heads_obstacle, simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import (
@@ -45,6 +45,7 @@ from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import OURS, TRAINERS, TrainerName, trainer_title
+from highwater.nouns.trial import refuse_one_token
 from highwater.speed import BASIS_IN_WORDS, MEASURED, cost_of, predicted_step, rates_of
 from highwater.units import format_bytes, parse_memory
 
@@ -80,9 +81,7 @@ def predicted_question(
         for row in TOPICS["lengths"]:
             if row.name in settings:
                 raise UsageError(f"one length, and a {row.words}", hint=f"leave `{row.flag}` out")
-        if length_tokens < 2:
-            hint = "use `--length 2` or more: one to read, one to predict"
-            raise UsageError("a length of 1 token", hint=hint)
+        refuse_one_token(length_tokens)
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
     plans = [
         plan(
@@ -223,7 +222,7 @@ def _ring_notes(
     longest_tokens: int,
 ) -> tuple[str, ...]:
     """A note that a ring shares sequences among more GPUs than Ulysses, if no degree was named."""
-    if ring_obstacle(load_model(model).shape, longest_tokens) is not None:
+    if load_model(model).shape.ring_obstacle(longest_tokens) is not None:
         return ()
     is_named = "ulysses" in settings or "ring" in settings
     traits = TRAINERS[trainer]

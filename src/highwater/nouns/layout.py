@@ -11,7 +11,7 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import MOST_GPUS, MOST_GPUS_OF_A_MACHINE, words_of
-from highwater.units import MIB
+from highwater.units import MIB, format_tokens
 
 Device = Literal["cuda", "cpu"]
 USUAL_GPUS_OF_A_MACHINE = 8
@@ -208,6 +208,24 @@ as long on an H200 (docs/results/families)."""
 
 WIDEST_FUSED_HEAD = 256
 """Largest head size that a fused kernel takes."""
+
+
+def ring_obstacle(
+    longest_tokens: int | None, *, caps_scores: bool, widest_head: int, window_tokens: int | None
+) -> str | None:
+    """Reason why no ring shares documents up to this length (None: unknown), None if one does;
+    ``widest_head`` is the largest size of a head, and ``window_tokens`` None without a window.
+    """
+    if caps_scores:
+        return "a ring does not cap the scores of attention (attn_logit_softcapping)"
+    if widest_head > WIDEST_FUSED_HEAD:
+        return f"a ring does not attend with heads of {widest_head} numbers"
+    if window_tokens is None or longest_tokens is None or longest_tokens <= window_tokens:
+        return None
+    return (
+        f"a ring shares no document of {format_tokens(longest_tokens)} tokens whose layers attend "
+        f"in a sliding window of {format_tokens(window_tokens)}"
+    )
 
 
 class Stretch(NamedTuple):

@@ -45,7 +45,7 @@ from highwater.nouns.trainer import (
     TrainerName,
     foreign_name,
 )
-from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
+from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec, refuse_one_token
 from highwater.nouns.trial_hardware import TrialHardware, check_host_memory, cpu_memory, hardware_of
 from highwater.units import format_bytes, format_seconds, format_tokens
 
@@ -348,10 +348,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     """One trial of a request: the cheapest rung and one GPU, unless the request names others.
     Raises the errors of ``plan``, and UsageError if the request names several layouts.
     """
-    if length_tokens < 2:
-        raise UsageError(
-            "a length of 1 token", hint="use `--length 2` or more: one to read, one to predict"
-        )
+    refuse_one_token(length_tokens)
     model = load_model(request.model)
     gpus, is_limited = max(request.gpus or (1,)), request.memory is not None
     if request.device is None and not machine.gpus and gpus == 1 and not is_limited:

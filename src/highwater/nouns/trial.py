@@ -97,6 +97,13 @@ class StatisticsFiles(Record, frozen=True, kw_only=True, forbid_unknown_fields=F
     """True if smallest, largest and mean logits are among them: one more pass over the logits."""
 
 
+def refuse_one_token(length_tokens: int) -> None:
+    """Raise UsageError for a length without a token to predict."""
+    if length_tokens < 2:
+        hint = "use `--length 2` or more: one to read, one to predict"
+        raise UsageError(f"a length of {counted(length_tokens, 'token')}", hint=hint)
+
+
 class TrialSpec(Record, frozen=True, kw_only=True):
     """One trial: everything that its outcome may depend on."""
 
@@ -138,11 +145,7 @@ class TrialSpec(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts out of range."""
-        if self.length_tokens < 2:
-            raise UsageError(
-                f"a length of {counted(self.length_tokens, 'token')}",
-                hint="use `--length 2` or more: one to read, one to predict",
-            )
+        refuse_one_token(self.length_tokens)
         micro_batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
         if self.steps < 2 or self.micro_batches < 1:
             raise UsageError(
