@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from highwater.errors import UsageError
-from highwater.memory.capacity import Prediction, failed_allocation
+from highwater.memory.capacity import FailedAllocation, Prediction, failed_allocation
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.rollout import rollout_of
@@ -88,8 +88,7 @@ def predict(
             f"{TRAINERS[trainer].step} is traced on one GPU, and without `--calibrate`",
             hint="leave `--exact` out, or name one GPU and no study",
         )
-    own_readings = None
-    own = ()
+    own_readings, residuals = None, ()
     if constants is not None:
         from highwater.recommendation.user_measurements import own_constants
 
@@ -98,38 +97,38 @@ def predict(
         where, host_memory=host_memory, reserved=reserved, constants=own_readings
     )
     length_tokens = None if length is None else parse_tokens(str(length))
-    said: tuple[str, ...] = ()
+    own_notes: tuple[str, ...] = ()
     if (own_file := settings.pop("trainer_config", None)) is not None:
         from highwater.trainers.user_file import settings_of
 
         read = settings_of(trainer, Path(own_file), gpus=where.gpus, typed=settings)
         is_asked = {row.name for row in TOPICS["lengths"]} & {*settings}
-        settings, said = {**read.settings, **settings}, read.notes
+        settings, own_notes = {**read.settings, **settings}, read.notes
         if length_tokens is None and not is_asked and read.length_tokens is not None:
             length_tokens = read.length_tokens
-            said += (f"{own_file} has this length; `--max-length 1m` asks for the longest",)
+            own_notes += (f"{own_file} has this length; `--max-length 1m` asks for the longest",)
     question, notes = trainer_question(model, where, trainer, length_tokens, settings)
     if own_file is not None and "allocator" not in settings:  # no file says the environment
         native = (e.changed(allocator="native") for e in question.cells if not e.settings.offload)
         question = question.replace(cells=tuple(dict.fromkeys((*native, *question.cells))))
-    asked = request_from({"model": model, **settings}, keywords=True).rollout_request
-    if asked != RolloutRequest():
+    engine = request_from({"model": model, **settings}, keywords=True).rollout_request
+    if engine != RolloutRequest():
         traits = TRAINERS[trainer].rollout
-        beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
-        memory_limit = memory_limit.replace(rollout=beside)
+        rollout = rollout_of(engine, question, traits, rollout_gpus=rollout_gpus)
+        memory_limit = memory_limit.replace(rollout=rollout)
     if exact and memory_limit.rollout is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
     first = question.cells[0].settings
-    read_off = [name for name in UNMEASURED if getattr(first, name) not in ("none", False)]
-    if exact and (read_off or settings.get("attention") == "block_sparse"):
-        what = "DeepSpeed" if read_off else "block-sparse attention"
+    unmeasured = [name for name in UNMEASURED if getattr(first, name) not in ("none", False)]
+    if exact and (unmeasured or settings.get("attention") == "block_sparse"):
+        what = "DeepSpeed" if unmeasured else "block-sparse attention"
         what = "paged moments" if first.paged else what
         raise UsageError(f"steps with {what} are not traced", hint="leave `--exact` out")
     method: PredictionMethod = "trace" if exact else "formula"
     if calibrate_with:
         from highwater.recommendation.user_measurements import own_residuals
 
-        own, of_studies = own_residuals(
+        residuals, of_studies = own_residuals(
             calibrate_with,
             method,
             own_readings,
@@ -137,22 +136,14 @@ def predict(
             on_calibrate=on_calibrate,
             on_trace=on_trace,
         )
-        said += of_studies
-    calibration = calibration_of(question, trainer, method=method, own=own)
+        own_notes += of_studies
+    calibration = calibration_of(question, trainer, method=method, own=residuals)
     hour_price = parse_price(price)
     amount = None if tokens is None and hour_price is None else parse_amount(str(tokens or "1M"))
     if amount is not None and memory_limit.rollout is not None:
         problem = "what training costs beside a rollout: how long it generates is not predicted"
         raise UsageError(problem, hint="leave `--price` and `--tokens` out")
-    tried = None
-    if tried_to_allocate is not None:
-        if length_tokens is None:
-            hint = "add the length of that step, for example `--length 32k`"
-            raise UsageError("an allocation that failed, and no length", hint=hint)
-        each = sorted(question.cells, key=simplicity)
-        steps = (Step(question.model.shape, c.settings, c.layout, length_tokens) for c in each)
-        tried = failed_allocation(parse_memory(str(tried_to_allocate)), steps)
-    every_note = (*said, *notes, *(UNMEASURED[name] for name in read_off))
+    every_note = (*own_notes, *notes, *(UNMEASURED[name] for name in unmeasured))
     task = PredictionTask(
         question=question,
         where=where,
@@ -163,7 +154,7 @@ def predict(
         length_tokens=length_tokens,
         amount_tokens=amount,
         hour_dollars=hour_price,
-        tried=tried,
+        tried=_failed(tried_to_allocate, question, length_tokens),
         notes=tuple(dict.fromkeys(every_note)),
     )
     if not exact:
@@ -181,6 +172,22 @@ def predict(
         if timeline is not None:
             _write_timeline(Path(timeline), question, prediction, tracer)
     return prediction
+
+
+def _failed(
+    tried: str | int | None, question: Question, length_tokens: int | None
+) -> FailedAllocation | None:
+    """Tensors of a step that have the size ``tried``, for which PyTorch found no room; None if no
+    size is named. Raises UsageError without a length.
+    """
+    if tried is None:
+        return None
+    if length_tokens is None:
+        hint = "add the length of that step, for example `--length 32k`"
+        raise UsageError("an allocation that failed, and no length", hint=hint)
+    each = sorted(question.cells, key=simplicity)
+    steps = (Step(question.model.shape, c.settings, c.layout, length_tokens) for c in each)
+    return failed_allocation(parse_memory(str(tried)), steps)
 
 
 def _refuse_method(
