@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from highwater.errors import HighwaterError, MachineError
 from highwater.nouns.codec import Record, open_regular, read_file
 from highwater.nouns.environment import allocator_environment
-from highwater.nouns.hardware import Machine, refuse_unfit_gpu
+from highwater.nouns.hardware import Machine, unfit_gpu
 from highwater.nouns.request import Request
 from highwater.nouns.trial import (
     Device,
@@ -46,7 +46,7 @@ from highwater.trials.probe import (
     OLDEST,
     package_obstacles,
     probe,
-    refuse_torch_without_gpu,
+    torch_without_gpu,
     versions_of,
 )
 from highwater.trials.trial_process import log_path_of, private_folder
@@ -473,12 +473,11 @@ def _obstacle(machine: Machine, gpus: int, needs: Needs) -> str | None:
         if len(machine.gpus) < gpus or len(names) > 1:
             seen = ", ".join(sorted(names)) or "none"
             return f"Ray hands out {gpus} GPUs, its driver shows: {seen}"
-        try:
-            for gpu in machine.gpus:
-                refuse_unfit_gpu(gpu.name, gpu.compute_capability)
-            if needs.is_engine:
-                refuse_torch_without_gpu(machine)
-        except MachineError as error:
+        unfit = (unfit_gpu(gpu.name, gpu.compute_capability) for gpu in machine.gpus)
+        error = next(filter(None, unfit), None)
+        if error is None and needs.is_engine:
+            error = torch_without_gpu(machine)
+        if error is not None:
             return error.problem
     return needs.model.missing()
 
