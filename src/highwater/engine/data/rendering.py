@@ -272,7 +272,7 @@ def rollouts(
     else:
         documents = [_document(rendering, record, each, reward) for each in _responses(record)]
     # A reward function is given the whole record, so that no field counts as unread.
-    (record.refuse_masked if reward else record.refuse_unread)()
+    record.refuse_unread(may_have_more=reward is not None)
     if not grouped:
         yield from (Unit((document,)) for document in documents)
     else:
