@@ -194,10 +194,8 @@ class Finetuner(ABC):
             beside=self.beside(training),
         )
 
-    def refuse(self, cell: Cell, launched: FinetunerTrial | None = None) -> None:  # noqa: ARG002
-        """Raise UsageError for an objective, a layout or an optimizer that the trainer lacks, in a
-        file that is emitted, or else in a trial.
-        """
+    def refuse(self, cell: Cell) -> None:
+        """Raise UsageError for an objective, a layout or an optimizer that the trainer lacks."""
         words, has_copies = self.words, self.has_copies or is_ddp(cell)
 
         def obstacle(objective: Objective, layout: Layout) -> str | None:
@@ -208,6 +206,10 @@ class Finetuner(ABC):
 
         refuse_obstacle(cell, obstacle)
         words.refuse_optimizer(cell.settings)
+
+    def shared_otherwise(self, launched: FinetunerTrial) -> UsageError | None:  # noqa: ARG002
+        """The error for a trial whose degrees of sharing the trainer would change; None: none."""
+        return None
 
     def variables(self, settings: Settings) -> dict[str, str]:
         """Environment variables for the emitted command."""
@@ -273,7 +275,9 @@ def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> 
     """The user's files ``base``, changed for a trial. Raises UsageError if either rules it out."""
     length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
     refuse_unlaunched(launched.spec, name=trainer.words.name)
-    trainer.refuse(launched.cell, launched)
+    trainer.refuse(launched.cell)
+    if (shared_otherwise := trainer.shared_otherwise(launched)) is not None:
+        raise shared_otherwise
     if length_tokens % multiple:
         near_tokens = length_tokens + -length_tokens % multiple
         raise UsageError(
