@@ -411,11 +411,6 @@ def layered(*layers: Mapping[str, Any]) -> Request:
     return request_from(values)
 
 
-def check_settings(model: str, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for settings that make no request; its message names their flags."""
-    request_from({"model": model, **settings})
-
-
 def named_model(
     arguments: argparse.Namespace, others: list[str], *, example: str
 ) -> tuple[str, dict[str, Any]]:

@@ -92,23 +92,24 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
     return longest, notes
 
 
-def refuse_other_class(model: Model, trainer: str) -> None:
-    """Raise UsageError for models that another trainer trains differently: the text part of a
+def other_class(model: Model, trainer: str) -> UsageError | None:
+    """The error for a model that another trainer trains differently, else None: the text part of a
     multimodal model, whose vision tower it also keeps on the GPU, which no prediction counts; and
     linear attention, which each trainer computes with different kernels.
     """
     if model.shape.delta is not None and trainer != OURS:
-        raise UsageError(
+        return UsageError(
             f"{model.name} has layers of linear attention, and nobody has compared how {trainer} "
             f"trains them",
             hint=f"leave `--trainer {trainer}` out: our own trainer trains them",
         )
     if model.text_of is not msgspec.UNSET and trainer != OURS:
-        raise UsageError(
+        return UsageError(
             f"{model.name} is of the family {model.text_of}, whose vision tower {trainer} loads, "
             f"too: its memory is not counted",
             hint=f"leave `--trainer {trainer}` out: our own trains the text model alone",
         )
+    return None
 
 
 def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:
@@ -241,7 +242,8 @@ def plan(
         request = request.replace(memory=cpu_memory(request, machine))
     of_memory = memory_notes(asked, device, request.memory_bytes)
     foreign = foreign_of(request)
-    refuse_other_class(model, trainer if foreign is None else foreign.trainer)
+    if (error := other_class(model, trainer if foreign is None else foreign.trainer)) is not None:
+        raise error
     if foreign is not None:
         planned = _foreign_plan(request, machine, model, device, foreign)
         return planned.replace(notes=(*of_memory, *planned.notes))
@@ -275,8 +277,7 @@ def plan(
             longest_tokens=grid.max_tokens if request.data is None else None,
         )
     cells, too_small = within_token_budget(cells, grid, device)
-    if request.memory_profiler is not None:
-        refuse_profiling(request.memory_profiler, gpus=max(cell.layout.gpus for cell in cells))
+    refuse_profiling(request.memory_profiler, gpus=max(cell.layout.gpus for cell in cells))
     if device == "cuda" and not request.dry_run:
         check_host_memory(machine, model, cells)
     proof = proof_of(request, model, device)
