@@ -62,7 +62,7 @@ _WORD, _ALIKE = 3, 0.6
 
 
 class Cluster(Record, frozen=True, kw_only=True):
-    """GPUs of one kind, and the memory of each."""
+    """GPUs of one kind that a prediction is about, which need not be in this machine."""
 
     gpus: int
     device_name: str
@@ -94,7 +94,7 @@ class Cluster(Record, frozen=True, kw_only=True):
         return self.replace(gpus=min(own, self.gpus), machines=1)
 
     def machine(self) -> Machine:
-        """A machine with these GPUs; all its other properties are unknown."""
+        """A machine with these GPUs, to plan on; what else it has is unknown or 0."""
         gpu = Gpu(
             index=0,
             name=self.device_name,

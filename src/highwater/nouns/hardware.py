@@ -180,7 +180,7 @@ class Reading(Record, frozen=True, kw_only=True):
 
 
 class Constants(Record, frozen=True, kw_only=True):
-    """Measured memory outside the allocator on ``gpus`` GPUs of a kind, a process on each."""
+    """Memory outside the allocator as measured on ``gpus`` GPUs of one kind, a process on each."""
 
     schema_version: int = 1
     device_name: str
@@ -194,7 +194,7 @@ class Constants(Record, frozen=True, kw_only=True):
 
     @property
     def context_bytes(self) -> int:
-        """Bytes outside the allocator of all readings but NCCL's."""
+        """Bytes of one GPU outside the allocator that are not NCCL's."""
         others = (reading for reading in self.readings if reading.name not in OF_NCCL)
         return sum(reading.outside_bytes for reading in others)
 

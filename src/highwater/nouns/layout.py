@@ -19,7 +19,7 @@ USUAL_GPUS_OF_A_MACHINE = 8
 
 
 class Layout(Record, frozen=True, kw_only=True):
-    """The number of GPUs of a trial, and the degrees of parallelism they are split into."""
+    """How the GPUs of a trial work together: how many share a sequence, or keep copies."""
 
     gpus: int = 1
     """Processes, one per GPU (on the CPU: one per worker)."""
@@ -77,7 +77,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def machine_gpus(self) -> int:
-        """GPUs of each machine: as named, else all if one can have them, else whole copies."""
+        """GPUs on each machine; if none were named, all if one can have them, else whole copies."""
         if self.machines:
             return self.gpus // self.machines
         if self.gpus <= MOST_GPUS_OF_A_MACHINE:
@@ -115,7 +115,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def degree_settings(self) -> dict[str, int]:
-        """The degrees by setting, ``{"ulysses": 2}``: the first always, others that are not 1."""
+        """Degrees by the setting's name, as ``{"ulysses": 2}``; only Ulysses' may be 1."""
         first, *others = self._spelled
         return {
             spelling.setting: degree
@@ -123,7 +123,7 @@ class Layout(Record, frozen=True, kw_only=True):
         }
 
     def across(self, machines: int) -> "Layout":
-        """This layout on each of ``machines`` machines, with a copy of the states on each."""
+        """The layout of ``machines`` such machines, each of which has a copy of the states."""
         return self.replace(
             gpus=self.gpus * machines,
             replicate_degree=self.replicate_degree * machines,
@@ -132,7 +132,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def of_one_machine(self) -> "Layout":
-        """The layout of one machine, before ``across``; this layout if no machines were named."""
+        """The layout within one of the named machines; this layout if no machines were named."""
         machines = self.machines or 1
         return self.replace(
             gpus=self.gpus // machines,
@@ -141,7 +141,7 @@ class Layout(Record, frozen=True, kw_only=True):
         )
 
     def without(self, settings: Collection[str]) -> "Layout":
-        """The same GPUs with the degrees of these settings set to 1."""
+        """The layout of as many GPUs with the degrees of these settings set to 1."""
         fields = (each.field for each in _SPELLINGS if each.setting in settings)
         return self.replace(**dict.fromkeys(fields, 1))
 
@@ -229,7 +229,7 @@ def ring_obstacle(
 
 
 class Stretch(NamedTuple):
-    """The queries and keys, of one document and head, that plain attention computes at once."""
+    """The queries and keys of one document and head whose scores are in memory at once."""
 
     rows: int
     """Number of queries."""

@@ -210,7 +210,7 @@ _NOT_IN_PIECES = (
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """The question to answer, and notes for the user before the search starts."""
+    """The question that a search answers, with its limits of time and notes for the user."""
 
     question: Question
     notes: tuple[str, ...] = ()
@@ -388,7 +388,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
 
 
 def alone(request: Request, length_tokens: int) -> Request:
-    """The request narrowed to one length and one rung."""
+    """The request narrowed to one length, and to one of the settings that a search compares."""
     return request.replace(
         proof="full",
         attention_depth=None,
@@ -412,7 +412,7 @@ def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int)
 
 
 def gpus_hint(request: Request, length_tokens: int) -> str:
-    """A hint to type if this machine has no GPU and the request needs one."""
+    """Hint for a request that needs a GPU where none is: run it elsewhere, predict it here."""
     asked = f"{shlex.quote(request.model)} --gpus 1xH100-80GB --length {length_tokens}"
     return f"start it where GPUs are; `highwater predict {asked}` says how many it takes"
 
