@@ -50,7 +50,7 @@ def obstacle(
 
 
 def with_margin(study: Study, margin_bytes: int) -> Study:
-    """The study with another headroom: a trial fits if it left at least ``margin_bytes``."""
+    """The study judged with another headroom: only trials that left ``margin_bytes`` fit."""
     if study.question.margin_bytes == margin_bytes:
         return study
     question = study.question.replace(margin_bytes=margin_bytes)
@@ -58,7 +58,7 @@ def with_margin(study: Study, margin_bytes: int) -> Study:
 
 
 def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:
-    """The candidate with the study's measurements; None if no trial decides about the length."""
+    """The candidate with a study's measurements; None if no trial shows whether it fits."""
     if candidate.cell not in study.question.cells:
         return None
     capacities = cell_capacities(study, candidate.cell)

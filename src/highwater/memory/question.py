@@ -257,7 +257,7 @@ def _hardware_notes(where: Cluster, cells: Sequence[Cell]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionTask:
-    """A question, where and how it is answered, and what is said beside its predicted cells."""
+    """A question with all that its prediction needs and says: GPUs, limits, notes, prices."""
 
     question: Question
     where: Cluster
@@ -276,7 +276,7 @@ class PredictionTask:
 
 
 def prediction_of(task: PredictionTask, cells: tuple[CellPrediction, ...]) -> Prediction:
-    """The ``Prediction`` of a task whose cells are predicted."""
+    """Put predicted cells together to the answer of a task."""
     question = task.question
     where = task.where
     trainer = task.trainer
@@ -364,7 +364,7 @@ def _token_s(question: Question, cell: Cell) -> float:
 
 
 def alone_at(question: Question, cell: Cell, length_tokens: int) -> Question:
-    """The question of one cell at one length."""
+    """The question with one cell and one length only."""
     grid = question.grid.replace(start_tokens=length_tokens, max_tokens=length_tokens)
     return question.replace(cells=(cell,), grid=grid)
 

@@ -58,7 +58,7 @@ class CapacityTable(Record, frozen=True, kw_only=True):
     """Capacities by GPU, model as the table names it, and cell; 0 if nothing fits."""
 
     def known_tokens(self, question: Question, cell: Cell) -> int:
-        """The capacity in tokens of a cell of one of ``questions``."""
+        """The longest length in tokens that the table has for this cell."""
         return self.capacity_tokens[question.device_name, question.model.name, cell]
 
 
@@ -212,7 +212,7 @@ _Predict = Callable[[Question, MemoryLimit], tuple[CellPrediction, ...]]
 
 
 class SettingsAccuracy(Record, frozen=True, kw_only=True):
-    """Number of right predictions for one rung of a table."""
+    """How many cells of a table with these settings were predicted right, or a step off."""
 
     settings: str
     """Name of the rung in the table."""

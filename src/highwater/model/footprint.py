@@ -136,7 +136,7 @@ def gradient_bytes(shape: ModelShape, settings: Settings, *, shards: int = 1) ->
 
 
 def resting_state_bytes(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes of parameters and moments on one GPU between steps, when no gradients exist."""
+    """Bytes of parameters and moments on one GPU between steps, when there are no gradients."""
     shards = layout.shard_degree
     states = device_state_bytes(shape, settings, device="cuda", shards=shards)
     return max(0, states - gradient_bytes(shape, settings, shards=shards)) // shards
@@ -330,7 +330,7 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layo
 def pinned_matrices_bytes(
     sizes: Iterable[Matrices], *, layout: Layout, bytes_per_element: int
 ) -> int:
-    """Bytes of pinned blocks for these matrices, one for each GPU's shard of each matrix."""
+    """Bytes of pinned host memory for the shards of these matrices, each a block of its own."""
 
     def block_bytes(rows: int, row_size: int) -> int:
         return _pinned_bytes(bytes_per_element * -(-rows // layout.shard_degree) * row_size)
@@ -341,7 +341,7 @@ def pinned_matrices_bytes(
 
 
 def matrices(shape: ModelShape) -> tuple[Matrices, ...]:
-    """Return every parameter matrix: number of equal ones, rows, and size of a row."""
+    """Sizes of all parameter matrices of a model: how many alike, rows, and numbers in a row."""
     return (*_in_layers(shape), *shape.layer_tables, _tables(shape))
 
 
@@ -379,7 +379,7 @@ def _pinned_bytes(requested: int) -> int:
 
 
 def layer_input_bytes(shape: ModelShape) -> int:
-    """Bytes per token of the inputs of all layers, in bfloat16, which recompute keeps."""
+    """Bytes per token of all layers' inputs in bfloat16: what recomputation keeps."""
     return sum(2 * run.count * run.kind.hidden_size for run in shape.runs)
 
 

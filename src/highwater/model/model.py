@@ -94,7 +94,7 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
-        """The layers, from the embedding to the head, as runs of one kind."""
+        """The layers from embedding to head, as stretches of equal layers."""
         return self.layer_runs or _runs_by_sizes(self)
 
     @property
@@ -207,7 +207,7 @@ def _runs_by_sizes(shape: ModelShape) -> tuple[LayerRun, ...]:
 
 
 class Model(Record, frozen=True, kw_only=True):
-    """A model that can be trained: name, directory, shape, config digest."""
+    """A model that can be trained: its name, its directory, its shape, a digest of its config."""
 
     name: str
     """Name in tables and log paths: last part of the path or of the Hub's id, or the catalog's."""

@@ -103,7 +103,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def slug(self) -> str:
-        """The degrees in paths: ``sp-1``, ``sp-2+ring-3``; the first always, as was published."""
+        """The degrees as part of a path: ``sp-1``, ``sp-2+ring-3``; Ulysses is always there."""
         (first, ulysses_degree), *others = self._spelled
         more = (f"{each.slug}-{degree}" for each, degree in others if degree > 1)
         return "+".join((f"{first.slug}-{ulysses_degree}", *more))

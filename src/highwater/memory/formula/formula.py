@@ -327,7 +327,7 @@ def _root_tables(step: Step, *, has_head: bool) -> int:
 
 
 def outside_terms_of(step: Step, own: MachineConstants | None = None) -> tuple[Term, ...]:
-    """Terms of memory outside the allocator for a ``Step``; see ``outside_terms``."""
+    """Terms of a step's memory that PyTorch's allocator does not hold: context, NCCL, others."""
     place = step.shape, step.settings, step.layout, step.device
     return outside_terms(*place, own, pinned_activation_bytes=host_activation_bytes(step))
 

@@ -182,7 +182,7 @@ def _generating(
 
 
 def token_bytes(step: Step, degree: int) -> int:
-    """KV cache bytes per token on one GPU, over all layers; each GPU has at least one head."""
+    """Bytes of the KV cache for one token on a GPU, all layers; a GPU has a head at least."""
     kinds = ((run.count, run.kind.attention) for run in step.shape.runs)
     return sum(
         2 * count * max(1, each.kv_heads // degree) * each.head_dim * _ELEMENT

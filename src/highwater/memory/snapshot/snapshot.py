@@ -59,7 +59,7 @@ class Frame(NamedTuple):
 
 
 class AllocatorEvent(NamedTuple):
-    """One action of the allocator."""
+    """One action of PyTorch's allocator, such as an allocation, in a snapshot's history."""
 
     action: str
     address: int
@@ -86,7 +86,7 @@ class SegmentBlock(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Memory that the allocator had from the driver when the snapshot was taken."""
+    """Memory that the allocator had from the driver when the snapshot was taken, in blocks."""
 
     address: int
     size_bytes: int
@@ -96,7 +96,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One device's part of a snapshot."""
+    """One GPU's part of a PyTorch memory snapshot."""
 
     path: str
     device: int
