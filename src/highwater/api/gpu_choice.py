@@ -28,7 +28,7 @@ _COUNTS = (1, 2, 4, 8)
 
 
 class Offer(Record, frozen=True, kw_only=True):
-    """GPUs of one kind, and the fastest settings that train the length on them."""
+    """GPUs of one kind in a comparison: how many, the fastest settings on them, the price."""
 
     device_name: str
     gpus: int
@@ -46,7 +46,7 @@ class Offer(Record, frozen=True, kw_only=True):
 
 
 class GpuChoice(Record, frozen=True, kw_only=True):
-    """Several kinds of GPUs for one length, the cheapest first."""
+    """Kinds of GPUs compared for one length, the one that trains it for the least money first."""
 
     schema_version: int = 1
     model_name: str

@@ -38,7 +38,7 @@ _TRIALS = "trials (`find`, `try`)"
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """A problem of this machine, and a hint how to solve it."""
+    """A problem that the doctor found on this machine, and a hint that solves it."""
 
     problem: str
     hint: str
@@ -46,7 +46,7 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 class Diagnosis(Record, frozen=True, kw_only=True):
-    """The document that ``highwater doctor --json`` prints."""
+    """What ``highwater doctor --json`` prints: the machine, and what keeps trials off it."""
 
     schema_version: int = MEASURED_SCHEMA_VERSION
     machine: Machine
@@ -63,7 +63,7 @@ class Diagnosis(Record, frozen=True, kw_only=True):
 
     @property
     def is_sound(self) -> bool:
-        """True if a trial can run, or if only predictions are possible: torch is not installed."""
+        """True if trials can run here, or if only torch is missing: predictions need none."""
         return self.can_run or not {"torch", "transformers"} & self.machine.versions.keys()
 
 
@@ -100,7 +100,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) -> Diagnosis:
-    """Find obstacles to trials on a machine; pure. ``torch_obstacle``: why torch finds no GPU."""
+    """What keeps trials off a machine; nothing is read. ``torch_obstacle``: torch's own fault."""
     packages = package_obstacles(machine)
     findings = [
         Finding(problem=each, hint=INSTALL_HINT, stops_every_trial=True) for each in packages

@@ -87,7 +87,7 @@ def recommend(arguments: argparse.Namespace) -> int:
 
 
 def found_for(arguments: argparse.Namespace) -> Recommendation:
-    """The recommendation for the typed arguments."""
+    """The recommendation that the typed words ask for."""
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     if arguments.length is None and "trainer_config" not in settings:
         whole = shlex.join((*arguments.command_line, "--length", "32k"))

@@ -298,7 +298,7 @@ def tried_recommendation(
 
 
 def measured_cells(study: Study, gpus: int, length_tokens: int) -> dict[Cell, Candidate]:
-    """Candidates that a study's trials prove or disprove at a length, by cell."""
+    """What a study's trials prove at a length, by cell: the candidates that fit or do not."""
     found_in = study.path or "a study"
     unknown = (
         unknown_candidate(

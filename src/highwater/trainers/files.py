@@ -61,7 +61,7 @@ from highwater.units import format_tokens
 
 
 class FineTuning(NamedTuple):
-    """A training to be written as a trainer's configuration."""
+    """What a file for a finetuner is written from: cell, length, model, rollout."""
 
     cell: Cell
     length_tokens: int
@@ -100,7 +100,7 @@ class TrialPlace(NamedTuple):
 
 
 class FinetunerTrial(NamedTuple):
-    """A trial, with the paths of its processes."""
+    """A trial of a finetuner, with the paths that its processes use."""
 
     spec: TrialSpec
     shape: ModelShape
@@ -129,7 +129,7 @@ class FinetunerTrial(NamedTuple):
 
 
 class Finetuner(ABC):
-    """A trainer whose configuration can be emitted, and whose trials can be written and started."""
+    """A trainer for fine-tuning: writes its file for a user, and for a trial."""
 
     name: ClassVar[ForeignName]
     words: ClassVar[Dialect]
@@ -241,7 +241,7 @@ class Finetuner(ABC):
 
     @abstractmethod
     def values(self, training: FineTuning) -> dict[str, Value]:
-        """Fields of the configuration: all that affect memory, and stand-ins for the data."""
+        """Fields of the emitted file: all that change memory, and placeholders for data."""
 
     @abstractmethod
     def command(self, training: FineTuning) -> str:
@@ -253,17 +253,17 @@ class Finetuner(ABC):
 
     @abstractmethod
     def own(self, launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields that a trial sets, by the trial and its emitted fields; None: field removed."""
+        """Fields that a trial sets over the user's and emitted ones; None removes a field."""
 
     @abstractmethod
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """The files made of the merged fields, after resolving fields that exclude each other."""
+        """The files of a trial, once fields that exclude each other are sorted out."""
 
     @abstractmethod
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
-        """The command that starts a trial; ``words`` start the trainer's program."""
+        """The command that starts a trial; ``words`` are the trainer's program, as typed."""
 
 
 def is_ddp(cell: Cell) -> bool:
@@ -272,7 +272,7 @@ def is_ddp(cell: Cell) -> bool:
 
 
 def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
-    """The user's files ``base``, changed for a trial. Raises UsageError if either rules it out."""
+    """The files of a trial on top of the user's. Raises UsageError if either forbids it."""
     length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
     refuse_unlaunched(launched.spec, name=trainer.words.name)
     trainer.refuse(launched.cell)
@@ -409,7 +409,7 @@ def finetuner_base(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
 
 
 def launched(spec: TrialSpec, place: TrialPlace, *, has_flash: bool) -> FinetunerTrial:
-    """The trial with its paths, and with the model's shape and YaRN."""
+    """The trial with its paths, its model's shape, and YaRN if the length needs it."""
     model = load_model(spec.model_directory)
     return FinetunerTrial(
         spec=spec,

@@ -70,7 +70,7 @@ _ZERO_NORM = 250_000_000
 
 
 class Moments(Record, frozen=True, kw_only=True):
-    """Memory of one family's layers and loss, as moments (memory/formula/moments.py)."""
+    """What traces taught of Hugging Face's step: bytes of layers and of the loss by family."""
 
     kept: MomentBytes
     """Memory that a layer keeps until its backward pass."""

@@ -240,7 +240,7 @@ give the most cells exactly (docs/results/lab/outside_scan.py). On H200s these w
 
 
 class BundledTrace(Record, frozen=True, kw_only=True):
-    """Trace of the step of one model on one layout, on the fullest rank."""
+    """A traced step of one model on one layout, which comes with the package."""
 
     shape: ModelShape
     layout: Layout

@@ -65,7 +65,7 @@ def started(
     log: IO[bytes],
     across: Across | None,
 ) -> Generator["StartedRanks"]:
-    """Context manager: start the ranks in a new folder, here or on the machines of ``across``."""
+    """Context manager: the running ranks of a trial or training, on one or more machines."""
     with private_folder() if across is None else across.folder() as folder:
         yield StartedRanks(spec, folder, environment, log, across)
 

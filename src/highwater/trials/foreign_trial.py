@@ -77,7 +77,7 @@ then the rank that failed is known by its error."""
 
 
 class SampledPeak:
-    """Peaks of one trial's memory, sampled by a thread until now."""
+    """Largest memory that a thread has seen of a trial's processes and GPUs until now."""
 
     def __init__(self, reaper: int, gpus: Sequence[int]) -> None:
         """Watch the descendants of ``reaper`` (process id), and ``gpus``; (): only the CPU."""
@@ -189,7 +189,7 @@ def _sample(peak: SampledPeak, gpus: Sequence[int], over: Event) -> None:
 
 
 def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
-    """Collect, once each, the notes on these trials; raise HighwaterError if one cannot run."""
+    """Notes on foreign trainers' trials, each once. Raises HighwaterError if one cannot run."""
     said: dict[str, None] = {}
     for spec in specs:
         if spec.foreign is None:

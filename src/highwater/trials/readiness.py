@@ -140,7 +140,7 @@ def _refuse_no_function(source: str) -> None:
 
 
 class Feature(Record, frozen=True, kw_only=True):
-    """Commands or flags that need the same packages."""
+    """Commands or flags that need the same packages, and what is missing for them."""
 
     what: str
     """The commands or flags, as they are typed."""

@@ -138,7 +138,7 @@ class SimulatedRunner(OneByOne):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormulaLaw:
-    """Memory law: bytes by the closed form of our engine."""
+    """Bytes that a dry run's trial needs, by the upper end of our engine's formula."""
 
     shape: ModelShape
 
@@ -155,7 +155,7 @@ class FormulaLaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedLaw(FormulaLaw):
-    """The law of ``highwater predict``: a length fits if its upper estimate fits with headroom."""
+    """Bytes as ``highwater predict`` has them: likely bytes against the room for their interval."""
 
     question: Question
     limit: MemoryLimit
