@@ -110,7 +110,7 @@ _numbers = count(1)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Our attention as registered with transformers, and the modules that have called it."""
+    """Our attention, by its name in transformers, and the modules that called it so far."""
 
     name: str
     """The value of ``attn_implementation`` to build the model with."""

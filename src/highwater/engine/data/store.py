@@ -271,7 +271,7 @@ MANIFEST_FILE = "manifest.json"
 
 
 class FileRecord(Record, frozen=True, kw_only=True):
-    """Size and checksum of one file."""
+    """Size in bytes and checksum of one file of a corpus or a checkpoint."""
 
     size_bytes: int
     sha256: str

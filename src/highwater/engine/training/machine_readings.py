@@ -57,7 +57,7 @@ def main() -> None:
 
 
 class Stages:
-    """Measures the memory that libraries take, one stage after another."""
+    """Measures what libraries take when they are first used, one stage after another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

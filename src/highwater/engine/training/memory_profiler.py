@@ -280,7 +280,7 @@ def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
 
 
 class MemoryWatch:
-    """Follows a rank's memory use; ``peaks`` may be read at any time, also after a failure."""
+    """Largest memory that this rank used since ``begin``; ``peaks`` works after a failure."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -319,7 +319,7 @@ class MemoryWatch:
 
 
 class DataSegment:
-    """Peak of this process's data segment, read every millisecond."""
+    """Largest data segment of this process, read every millisecond by a thread."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0

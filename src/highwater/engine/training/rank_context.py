@@ -30,7 +30,7 @@ from highwater.nouns.trial import Device, TrialSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """A rank's device, kernel, mesh and groups in a trial."""
+    """What a rank works with: its device, its attention kernel, and its process groups."""
 
     device: torch.device
     kernel: Kernel

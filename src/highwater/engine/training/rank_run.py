@@ -156,7 +156,7 @@ REHEARSAL_TOKENS = 256
 
 
 class RankRun(ABC):
-    """State of one rank; a report of it can be made at any time, also after a failure."""
+    """What one rank of a trial or a training does; its report can be made at any time."""
 
     def __init__(self, spec: TrialSpec, *, on_phase: Callable[[str], None]) -> None:
         """``on_phase`` is called with each phase in words, like ``loading kernels``."""
@@ -315,7 +315,7 @@ def rehearse(training: Training, batch: Batch) -> None:
 
 
 class Trial(RankRun):
-    """One rank of a trial."""
+    """One rank of a trial, from its first step to its last."""
 
     def run(self) -> None:
         """Run all steps. Raises the error that stops them; ``snapshot`` has the state so far."""

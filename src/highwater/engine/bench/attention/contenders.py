@@ -49,7 +49,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Conditions under which an attention is measured."""
+    """What an attention is measured with: order, mode, device, kernel and pattern."""
 
     order: BenchOrder
     name: str
@@ -351,7 +351,7 @@ def _heads_not_shared(conditions: Conditions) -> str | None:
 
 
 class AttentionContender(NamedTuple):
-    """One attention of the benchmark."""
+    """One attention of the benchmark: how it is built, and what it cannot run."""
 
     build: Build
     obstacle: Callable[[Conditions], str | None] = _in_replicas
