@@ -11,7 +11,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from highwater.model.families import family_row
-from highwater.model.footprint import kept_by_recompute, matrices, trained_parameters
+from highwater.model.held_bytes import kept_by_recompute, matrices, trained_parameters
 from highwater.model.layer_kind import AttentionKind, LayerKind
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, packaged

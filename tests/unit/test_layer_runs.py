@@ -14,7 +14,7 @@ from highwater.errors import ModelError
 from highwater.memory.formula import layers as formula
 from highwater.memory.formula.formula import likely_footprint, upper_footprint
 from highwater.memory.formula.layers import Step
-from highwater.model.footprint import (
+from highwater.model.held_bytes import (
     checkpoint_bytes,
     device_state_bytes,
     host_state_bytes,

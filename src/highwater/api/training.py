@@ -21,7 +21,7 @@ import msgspec
 
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.memory.capacity import CellPrediction
-from highwater.model.footprint import checkpoint_bytes
+from highwater.model.held_bytes import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files, whole_paths

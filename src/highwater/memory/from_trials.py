@@ -5,7 +5,7 @@ from math import log
 from typing import Literal
 
 from highwater.memory.capacity import MemoryLimit
-from highwater.model.footprint import step_flops
+from highwater.model.held_bytes import step_flops
 from highwater.model.model import Model
 from highwater.nouns.capacities import Capacity, cell_capacities
 from highwater.nouns.hardware import SAME_MEMORY, kind_name

@@ -7,7 +7,7 @@ import msgspec
 
 from highwater.errors import HighwaterError, ModelError, UsageError
 from highwater.model.families import family_row
-from highwater.model.footprint import PROCESS_BYTES, device_state_bytes
+from highwater.model.held_bytes import PROCESS_BYTES, device_state_bytes
 from highwater.model.model import Model, load_model
 from highwater.model.rope import ends_at_native, unscalable, yarn
 from highwater.nouns.cells import cells_of, within_token_budget

@@ -151,7 +151,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         labels={True: "paged"},
         told={True: ("moments paged", "the optimizer's moments in paged memory")},
     )
-    """By bitsandbytes' source, and never measured here (``paged_bytes`` in model/footprint.py)."""
+    """By bitsandbytes' source, and never measured here (``paged_bytes`` in model/held_bytes.py)."""
     parameters: Parameters = setting(
         "float32",
         "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "

@@ -6,7 +6,7 @@ import shlex
 from typing import NamedTuple
 
 from highwater.errors import MachineError, UsageError
-from highwater.model.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
+from highwater.model.held_bytes import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model
 from highwater.nouns.declaration import words_of
 from highwater.nouns.hardware import CPU_FLAGS, CPU_SEARCH, Gpu, Machine

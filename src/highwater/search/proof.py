@@ -6,7 +6,7 @@ full trials. If rates are unknown, any length may be tried until a full trial ha
 
 from collections.abc import Callable
 
-from highwater.model.footprint import host_state_bytes, step_flops
+from highwater.model.held_bytes import host_state_bytes, step_flops
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec

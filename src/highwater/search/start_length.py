@@ -25,7 +25,7 @@ from highwater.memory.capacity import (
 )
 from highwater.memory.predictor import longest
 from highwater.memory.trainers import formula_of_trials
-from highwater.model.footprint import device_state_bytes, layer_input_bytes
+from highwater.model.held_bytes import device_state_bytes, layer_input_bytes
 from highwater.nouns.codec import record_in
 from highwater.nouns.hardware import SAME_MEMORY, kernels
 from highwater.nouns.request import Request

@@ -13,7 +13,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from highwater.errors import MachineError, StudyError, UsageError
-from highwater.model.footprint import CheckpointBytes
+from highwater.model.held_bytes import CheckpointBytes
 from highwater.nouns.codec import CONFIG_BYTES, from_json, read_file, to_json, write_whole
 from highwater.nouns.hardware import CPU_SEARCH
 from highwater.nouns.study import Question

@@ -39,7 +39,7 @@ from highwater.memory.formula.formula import outside_terms_of
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import MomentBytes, bytes_of, products
 from highwater.memory.trainers import TrainerMemory
-from highwater.model.footprint import (
+from highwater.model.held_bytes import (
     device_state_bytes,
     gradient_bytes,
     paged_bytes,

@@ -36,7 +36,7 @@ from highwater.memory.table_accuracy import PUBLISHED_SETTINGS
 from highwater.memory.trace.replay import Replayed, ScaledTrace, alive_at, ran_out, replay_trace
 from highwater.memory.trainers import BundledReplay, TrainerMemory
 from highwater.model.families import family_row
-from highwater.model.footprint import (
+from highwater.model.held_bytes import (
     device_state_bytes,
     host_state_bytes,
     layer_input_bytes,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from highwater.errors import HighwaterError, MachineError
-from highwater.model.footprint import step_flops
+from highwater.model.held_bytes import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_json, read_file, to_json
 from highwater.nouns.environment import Profiling, SnapshotOrder

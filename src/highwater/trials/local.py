@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from highwater.errors import MachineError
 from highwater.memory.formula.layers import Step, host_activation_bytes
-from highwater.model.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
+from highwater.model.held_bytes import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.model.model import load_model
 from highwater.nouns.hardware import SAME_MEMORY, Gpu, Machine
 from highwater.nouns.trial import (

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from highwater.errors import UsageError
-from highwater.model.footprint import checkpoint_bytes
+from highwater.model.held_bytes import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.environment import refuse_profiling

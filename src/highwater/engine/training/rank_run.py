@@ -54,7 +54,7 @@ from highwater.engine.training.step import (
     train_step,
 )
 from highwater.errors import UsageError
-from highwater.model.footprint import host_state_bytes
+from highwater.model.held_bytes import host_state_bytes
 from highwater.model.model import load_model
 from highwater.nouns.control_group import host_memory_bytes
 from highwater.nouns.settings import HOST_SHARE, Loss

@@ -7,7 +7,7 @@ They were committed before the measurements that test them (docs/results/predict
 import math
 from collections.abc import Mapping, Sequence
 
-from highwater.model.footprint import pinned_state_bytes, staged_gradient_bytes
+from highwater.model.held_bytes import pinned_state_bytes, staged_gradient_bytes
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import CUBLAS_WORKSPACES, NCCL_ALL_TO_ALL, NCCL_GROUP, Constants

@@ -38,7 +38,7 @@ from highwater.memory.formula.layers import (
 )
 from highwater.memory.formula.moments import families
 from highwater.model.families import family_row
-from highwater.model.footprint import (
+from highwater.model.held_bytes import (
     PROCESS_BYTES,
     device_state_bytes,
     gradient_bytes,

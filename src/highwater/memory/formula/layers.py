@@ -23,7 +23,7 @@ from highwater.memory.formula.moments import (
     score_products,
 )
 from highwater.model.families import family_row
-from highwater.model.footprint import kept_by_recompute
+from highwater.model.held_bytes import kept_by_recompute
 from highwater.model.layer_kind import LayerKind, LayerRun
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import (

@@ -33,7 +33,7 @@ from highwater.memory.formula.constants import (
     present,
 )
 from highwater.memory.formula.layers import NUMBER_BYTES, Step
-from highwater.model.footprint import matrices, pinned_matrices_bytes, resting_state_bytes
+from highwater.model.held_bytes import matrices, pinned_matrices_bytes, resting_state_bytes
 from highwater.model.layer_kind import LayerKind
 from highwater.nouns.codec import to_builtins
 from highwater.nouns.layout import Layout

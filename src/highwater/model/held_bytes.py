@@ -1,4 +1,4 @@
-"""Footprint: bytes that a trial holds as long as it runs, on devices, on the host and on disk. The
+"""Held bytes: what a trial holds as long as it runs, on devices, on the host and on disk. The
 peak of a step is in memory/formula/formula.py.
 
 Also: model FLOPs of a training step, for MFU, without recomputation, which is overhead.
