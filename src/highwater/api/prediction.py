@@ -159,18 +159,29 @@ def predict(
     )
     if not exact:
         return prediction_of(task, predict_untraced(question, memory_limit, trainer, calibration))
+    return _traced(task, timeline, on_trace)
+
+
+def _traced(
+    task: PredictionTask,
+    timeline: str | Path | None,
+    on_trace: Callable[[TrialSpec], None] | None,
+) -> Prediction:
+    """Predict a task by traces of its step, and write the ``timeline`` of its explained cell."""
     from highwater.trials.traced import CachedTracer, predict_traced
     from highwater.trials.trial_process import cache_directory
 
-    kernel = kernels(where.compute_capability)[0]
-    traced = REGISTRY[trainer].trains_by or trainer
+    kernel = kernels(task.where.compute_capability)[0]
+    traced = REGISTRY[task.trainer].trains_by or task.trainer
     with CachedTracer(
         cache_directory("traces"), kernel=kernel, trainer=traced, on_trace=on_trace
     ) as tracer:
-        cells = predict_traced(question, memory_limit, tracer, calibration, trainer)
+        cells = predict_traced(
+            task.question, task.memory_limit, tracer, task.calibration, task.trainer
+        )
         prediction = prediction_of(task, cells)
         if timeline is not None:
-            _write_timeline(Path(timeline), question, prediction, tracer)
+            _write_timeline(Path(timeline), task.question, prediction, tracer)
     return prediction
 
 
