@@ -164,7 +164,7 @@ def failed_allocation(asked_bytes: int, steps: Iterable[Step]) -> FailedAllocati
 
 
 def _tensors(step: Step) -> list[Tensor]:
-    """Tensors of a step, with whatever loss and attention, in both dtypes."""
+    """Tensors that a step may allocate, with any loss or attention, in bfloat16 and float32."""
     shape, tokens, length = step.shape, step.tokens, step.length_tokens
     own = "weights or gradients of"
     found: list[Any] = [("logits", "loss", (tokens, shape.vocab_size))]

@@ -124,7 +124,7 @@ def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int
 
 
 def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
-    """Which memory is too small, by the study's answer or, without an answer, by its trials."""
+    """The memory that a study found too small, by the cell's answer or its trials."""
     answer = study.answer_of(cell)
     if answer is not None:
         return "host" if answer.limit == "host_memory" else "device"
@@ -158,7 +158,7 @@ def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None,
 
 
 def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
-    """Lower bound of the missing headroom, by the longest trial up to here; None: unknown."""
+    """Bytes that were lacking at least, by the longest trial up to here; None: unknown."""
     told = [
         (trial.spec.length_tokens, trial.result)
         for trial in study.trials_of(cell)

@@ -261,7 +261,7 @@ def _edges(predictor: Predictor, room_bytes: int, extent: Extent) -> tuple[int, 
 
 
 def _last_index(by_formula: FormulaPredictor) -> int:
-    """Grid index of the longest length that the cell can try, at least 1."""
+    """Grid index of the longest length that the cell may try, at least 1."""
     return max(1, by_formula.question.size_of(by_formula.cell))
 
 
@@ -287,7 +287,7 @@ def predict_at(
 
 
 def _binding(footprint: Footprint, limit: MemoryLimit) -> Binding:
-    """The memory that is too small for a footprint that does not fit."""
+    """Which memory is too small for a footprint that does not fit: GPU's, host's, vLLM's."""
     if not footprint.fits_host(limit.host_bytes):
         return "host"
     return "rollout" if footprint.lacks_for_rollout_bytes else "device"

@@ -350,7 +350,7 @@ def with_frontier(
 
 
 def _token_s(question: Question, cell: Cell) -> float:
-    """Seconds per token at the native length; by an H200's rates if the GPU's are unknown."""
+    """Seconds a token at the native length, to order cells; by an H200's rates if unknown."""
     name = question.device_name if rates_of(question.device_name) else MEASURED
     step = predicted_step(
         question.model.shape,

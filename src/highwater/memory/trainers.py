@@ -86,7 +86,7 @@ class TrainerMemory:
 
 
 def _composed(memory: TrainerMemory, name: str) -> TrainerMemory:
-    """``memory`` of another trainer, whose step ``name`` runs, with ``name``'s own residuals."""
+    """How another trainer's step is predicted for ``name``, with ``name``'s own residuals."""
     taught = partial(study_residuals, trainer=cast(TrainerName, name), formula=memory.formula)
     return replace(memory, learn=taught)
 

@@ -151,7 +151,7 @@ def _saved_by_bf16(copies: int, shape: ModelShape, settings: Settings, *, shards
 
 
 def _padding(shape: ModelShape, settings: Settings, shards: int) -> int:
-    """Elements that uneven shards of the layers' trained parameters add, over all devices."""
+    """Elements of padding in uneven shards of the layers' trained parameters, on all GPUs."""
     trained = _in_layers(shape) if settings.lora is None else _adapters(shape, settings)
     return _beyond_even(trained, settings, shards)
 
@@ -351,7 +351,7 @@ def _in_layers(shape: ModelShape) -> tuple[Matrices, ...]:
 
 
 def _adapters(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
-    """Return every matrix of a model's adapters."""
+    """Sizes of all matrices of a model's adapters."""
     adapters = settings.adapters
     if adapters is None:
         return ()
@@ -364,12 +364,12 @@ def _adapters(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
 
 
 def _times(layers: int, sizes: tuple[Matrices, ...]) -> tuple[Matrices, ...]:
-    """Return the matrices of ``layers`` layers that each have ``sizes``."""
+    """Sizes of the matrices of ``layers`` layers that each have ``sizes``."""
     return tuple(Matrices(layers * each.number, each.rows, each.row_size) for each in sizes)
 
 
 def _tables(shape: ModelShape) -> Matrices:
-    """Return the matrices of embedding and head, or one matrix if they are tied."""
+    """Size of embedding and head: two matrices, or one if they are tied."""
     return Matrices(1 if shape.tied_embeddings else 2, shape.vocab_size, shape.hidden_size)
 
 

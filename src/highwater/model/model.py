@@ -186,7 +186,7 @@ def _parameters(shape: ModelShape) -> int:
 
 @lru_cache(maxsize=256)
 def _runs_by_sizes(shape: ModelShape) -> tuple[LayerRun, ...]:
-    """The runs of a shape without ``layer_runs``: layers without experts, then the others."""
+    """Stretches of equal layers if no ``layer_runs`` say: those without experts come first."""
     usual = LayerKind(
         hidden_size=shape.hidden_size,
         attention=AttentionKind(
@@ -311,7 +311,7 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
 
 
 def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:
-    """The runs of layers by all fields of the config, from a shape that has the sizes only."""
+    """Stretches of equal layers by all of the config, for a shape that has the sizes only."""
     dense = sizes.layers_without_experts(sizes.mixture())
     without, usual = shape.runs[0].kind, shape.runs[-1].kind
     has_unlike = family_row(shape.model_type).has_unlike_layers

@@ -151,7 +151,7 @@ def _capacity(
 
 
 def _odd_tokens(study: Study, cell: Cell, fits: int, fails: int | None) -> tuple[int, ...]:
-    """Lengths whose trials contradict the bracket; all trials of one length have to fit."""
+    """Lengths whose trials contradict those around them, by the cell's edge."""
     fit_at: dict[int, bool] = {}
     for spec, result in study.told_by(cell):
         is_fit = study.question.counts_as_fit(result)

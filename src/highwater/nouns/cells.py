@@ -170,7 +170,7 @@ def _sparse_obstacle(pattern: SparsePatternConfig, device: Device) -> str | None
 
 
 class _Degrees(NamedTuple):
-    """A requested layout, valid or not."""
+    """Degrees that a user asks for, which may not make a valid layout."""
 
     gpus: int
     ulysses: int
@@ -216,7 +216,7 @@ class _Degrees(NamedTuple):
 
 
 class _Bounds(NamedTuple):
-    """Limits within which layouts can work, for any number of GPUs."""
+    """What decides which layouts work: model, device, strategy and so on."""
 
     shape: ModelShape
     device: Device
@@ -298,7 +298,7 @@ class _Bounds(NamedTuple):
 def _offers(
     refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
 ) -> str:
-    """Flags that work: of the layouts nearest to the refused one, and of Ulysses alone."""
+    """Flags that would work: the nearest layouts to the refused ones, or Ulysses alone."""
     beside = ""
     if all(next(bounds.layouts(gpus), None) is None for gpus in counts):
         # several machines need copies, which FSDP1 has not

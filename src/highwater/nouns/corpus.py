@@ -134,7 +134,7 @@ def least_packed(question: Question, cell: Cell, size: int) -> int:
 
 
 class _PieceRange(NamedTuple):
-    """Lengths, in tokens, that a piece of a document may have on a device."""
+    """Fewest and most tokens that a piece of a document may have on a device."""
 
     shortest: int
     longest: int

@@ -151,7 +151,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
 
 class _Spelling(NamedTuple):
-    """How one degree is spelled in records, labels, paths and settings."""
+    """How one degree is written in records, labels, paths and flags."""
 
     field: str
     label: str

@@ -720,7 +720,7 @@ def settings_in_words(
 
 
 def _words(settings: Settings, where: int) -> dict[str, str]:
-    """Words for each setting that is no default and not in ``other_training``, by name."""
+    """Words for each setting that differs from its default, by the setting's name."""
     told: dict[str, str] = {}
     for row in _IN_A_LABEL:
         value = getattr(settings, row.sets)

@@ -82,7 +82,7 @@ class Grid(Record, frozen=True, kw_only=True):
 
     @property
     def _indices_up_to_native(self) -> int:
-        """Number of lengths by ``step_tokens``, up to the first that is native or longer."""
+        """Number of grid lengths up to the first that is native or longer."""
         below = self.native_length_tokens - self.start_tokens
         return 1 + max(0, -(-below // self.step_tokens))
 

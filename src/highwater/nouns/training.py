@@ -148,7 +148,7 @@ _USUAL: Mapping[str, Any] = {
 
 
 def _decisive(spec: TrainingSpec) -> dict[str, Any]:
-    """Values that determine the loss curve, by name; the schedule's steps only where needed."""
+    """Values by name that the losses depend on; the schedule's steps only where they matter."""
     trial, settings, adapters = spec.trial, spec.trial.settings, spec.trial.settings.adapters
     return {
         "config_digest": trial.config_digest,

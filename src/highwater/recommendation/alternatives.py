@@ -217,7 +217,7 @@ def _other_trainings(goal: Goal) -> Iterator[_Change]:
 
 
 def _rings(goal: Goal) -> Iterator[_Change]:
-    """The smallest ring degree with which a length fits, beside the highest Ulysses degree."""
+    """The smallest ring, beside the most GPUs that share heads, with which a length fits."""
     shape, gpus = load_model(goal.model).shape, goal.where.gpus
     traits = TRAINERS[goal.trainer]
     if gpus == 1 or traits.refused(["ring"]) or traits.ring_objectives is not None:

@@ -227,7 +227,7 @@ def goal_of(
 def _recommended(
     goal: Goal, studies: Sequence[Study], aim: Aim, *, rollout_gpus: int, reserved_bytes: int
 ) -> Recommendation:
-    """Recommend the best candidate that fits, with all others listed."""
+    """The best candidate that fits, with all others listed."""
     limit = goal.memory_limit
     question, notes = goal.question(goal.sequences, length_tokens=goal.length_tokens)
     known, replayed = goal.known(question), replayed_cells(question, goal.trainer, limit)

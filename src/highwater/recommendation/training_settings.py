@@ -141,7 +141,7 @@ def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, .
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """A training on one machine, and the trial that it names."""
+    """A training on one machine, and the trial whose step it repeats."""
 
     request: Request
     asked: TrainingRequest
@@ -236,7 +236,7 @@ class _Training:
         )
 
     def simplest_here(self) -> Cell:
-        """The simplest rung that fits in the memory of a process on the CPU."""
+        """The simplest settings that fit in a process on the CPU."""
         request, spec = self.request, self.spec
         usual = Request(model=request.model)
         every = request.replace(

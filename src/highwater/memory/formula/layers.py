@@ -485,7 +485,7 @@ def _attention_moments(learned: LayerMoments) -> tuple[MomentBytes, ...]:
 
 
 def _attention_working_set(layer: Layer, kept_besides_input: int) -> int:
-    """Bytes of the attention's backward pass, without those that the layer kept."""
+    """Bytes that attention allocates in its backward pass, besides what the layer kept."""
     step, hidden = layer.step, layer.kind.hidden_size
     of_output = 0 if step.is_frozen else hidden * layer.query
     gradients = step.element_bytes * (layer.trained_mlp_parameters + of_output)
@@ -497,7 +497,7 @@ def _attention_working_set(layer: Layer, kept_besides_input: int) -> int:
 
 
 def _mlp_working_set(layer: Layer, kept_besides_input: int) -> int:
-    """Bytes of the MLP's backward pass, without those that the layer kept."""
+    """Bytes that the MLP allocates in its backward pass, besides what the layer kept."""
     step, hidden = layer.step, layer.kind.hidden_size
     # Besides the MLP: what the attention saved for its own pass, and the layer's output gradient.
     beside = _attention_saved(layer) + _routing(layer) + step.element_bytes * hidden

@@ -220,7 +220,7 @@ def edge_residuals(study: Study, formula: Formula) -> tuple[Residual, ...]:
 
 
 def _edge(study: Study, cell: Cell) -> tuple[RecordedTrial, RecordedTrial] | None:
-    """A cell's longest trial that fit below the shortest that ran out, and the latter; or None."""
+    """Longest trial of a cell that fit, and the shortest longer one that ran out; or None."""
     trials = sorted(study.trials_of(cell), key=lambda trial: trial.spec.length_tokens)
     ran_out = next((each for each in trials if _ended(each, Outcome.OUT_OF_MEMORY)), None)
     if ran_out is None:
@@ -241,7 +241,7 @@ def _ended(trial: RecordedTrial, outcome: Outcome) -> bool:
 def _residual(
     question: Question, fit: RecordedTrial, ran_out: RecordedTrial, formula: Formula
 ) -> Residual | None:
-    """The residual of one edge, with both bounds; None if the memory of its GPUs is unknown."""
+    """Comparison of a cell's edge with its prediction; None if its GPUs' memory is unknown."""
     there, beyond = (formula(step_of(question.model.shape, each.spec)) for each in (fit, ran_out))
     most_bytes = _given_bytes(question, fit, there)
     given_bytes = _given_bytes(question, ran_out, beyond)

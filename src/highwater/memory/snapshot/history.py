@@ -119,7 +119,7 @@ def _ended(born: int, event: AllocatorEvent, died: int) -> Allocation:
 
 
 def _moment(events: Sequence[AllocatorEvent], levels: Sequence[int]) -> tuple[int, bool]:
-    """The out-of-memory event that needed the most, and True; else the peak's event, and False."""
+    """Number of the event to show: where memory ran out, and True; else the peak, and False."""
     failed = [number for number, event in enumerate(events) if event.action == "oom"]
     if failed:
         most = max(failed, key=lambda number: levels[number + 1] + events[number].size_bytes)

@@ -236,7 +236,7 @@ def _stacks(groups: _Groups, attribution: Attribution, snapshot: Snapshot) -> It
 
 
 def _timeline(history: History, attribution: Attribution) -> Iterator[TimePoint]:
-    """The highest point in each of ``_COLUMNS`` equal parts of the trace, by category."""
+    """Highest point in each of ``_COLUMNS`` equal parts of the trace, by category."""
     events = len(history.snapshot.events)
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for each in history.allocations:

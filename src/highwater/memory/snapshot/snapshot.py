@@ -143,7 +143,7 @@ def _unread(path: Path, error: OSError) -> SnapshotError:
 
 
 class _Reading:
-    """Check a document and number its stacks. Raises PlainPickleError for impossible values."""
+    """Reads a snapshot's dictionaries. Raises PlainPickleError for impossible values."""
 
     def __init__(self, document: Any) -> None:
         if not isinstance(document, dict) or "device_traces" not in document:
