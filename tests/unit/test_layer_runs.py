@@ -27,7 +27,7 @@ from highwater.model.held_bytes import (
 from highwater.model.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
 from highwater.model.model import Model, ModelShape, load_model
 from highwater.model.model_place import catalog_names
-from highwater.nouns.cells import heads_obstacle
+from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import other_class
@@ -359,7 +359,7 @@ def test_a_state_costs_flops_of_the_length_alone_and_gpus_share_it_by_key_heads(
     shape = linear_model(tmp_path, linear_num_key_heads=4).shape
     assert heads_obstacle(shape, 4) is None
     assert "4 key heads of linear attention" in heads_obstacle(shape, 8)
-    assert shape.ring_obstacle(None) is None
+    assert ring_obstacle(shape, None) is None
 
 
 @pytest.mark.parametrize(

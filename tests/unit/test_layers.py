@@ -11,7 +11,7 @@ from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
 from highwater.memory.formula.layers import Step, handed_bytes
 from highwater.model.model import ModelShape, load_model
-from highwater.nouns.cells import heads_obstacle
+from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Lora, adapter_matrices, adapter_parameters, refuse_no_target
 from highwater.nouns.settings import Settings
@@ -218,9 +218,9 @@ def test_the_last_layer_attends_in_full(tmp_path):
 
 
 def test_no_ring_attends_with_heads_wider_than_kernels_take(tmp_path):
-    assert shape_of(tmp_path).ring_obstacle(16) is None
+    assert ring_obstacle(shape_of(tmp_path), 16) is None
     wide = shape_of(tmp_path, global_head_dim=512)
-    assert "heads of 512 numbers" in str(wide.ring_obstacle(16))
+    assert "heads of 512 numbers" in str(ring_obstacle(wide, 16))
     ties = {"attention_k_eq_v": True, "num_global_key_value_heads": 4}
     uneven = shape_of(tmp_path, num_attention_heads=12, num_key_value_heads=3, **ties)
     assert "3 key/value heads" in str(heads_obstacle(uneven, 4))

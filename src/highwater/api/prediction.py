@@ -97,16 +97,16 @@ def predict(
         where, host_memory=host_memory, reserved=reserved, constants=own_readings
     )
     length_tokens = None if length is None else parse_tokens(str(length))
-    own_notes: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
     if (own_file := settings.pop("trainer_config", None)) is not None:
         from highwater.trainers.user_file import settings_of
 
         read = settings_of(trainer, Path(own_file), gpus=where.gpus, typed=settings)
         is_asked = {row.name for row in TOPICS["lengths"]} & {*settings}
-        settings, own_notes = {**read.settings, **settings}, read.notes
+        settings, said = {**read.settings, **settings}, read.notes
         if length_tokens is None and not is_asked and read.length_tokens is not None:
             length_tokens = read.length_tokens
-            own_notes += (f"{own_file} has this length; `--max-length 1m` asks for the longest",)
+            said += (f"{own_file} has this length; `--max-length 1m` asks for the longest",)
     question, notes = trainer_question(model, where, trainer, length_tokens, settings)
     if own_file is not None and "allocator" not in settings:  # no file says the environment
         native = (e.changed(allocator="native") for e in question.cells if not e.settings.offload)
@@ -136,14 +136,14 @@ def predict(
             on_calibrate=on_calibrate,
             on_trace=on_trace,
         )
-        own_notes += of_studies
+        said += of_studies
     calibration = calibration_of(question, trainer, method=method, own=residuals)
     hour_price = parse_price(price)
     amount = None if tokens is None and hour_price is None else parse_amount(str(tokens or "1M"))
     if amount is not None and memory_limit.rollout is not None:
         problem = "what training costs beside a rollout: how long it generates is not predicted"
         raise UsageError(problem, hint="leave `--price` and `--tokens` out")
-    every_note = (*own_notes, *notes, *(UNMEASURED[name] for name in unmeasured))
+    every_note = (*said, *notes, *(UNMEASURED[name] for name in unmeasured))
     task = PredictionTask(
         question=question,
         where=where,

@@ -28,7 +28,7 @@ from highwater.memory.trainers import (
 )
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
-from highwater.nouns.cells import heads_obstacle, simplicity
+from highwater.nouns.cells import heads_obstacle, ring_obstacle, simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import (
@@ -222,7 +222,7 @@ def _ring_notes(
     longest_tokens: int,
 ) -> tuple[str, ...]:
     """A note that a ring shares sequences among more GPUs than Ulysses, if no degree was named."""
-    if load_model(model).shape.ring_obstacle(longest_tokens) is not None:
+    if ring_obstacle(load_model(model).shape, longest_tokens) is not None:
         return ()
     is_named = "ulysses" in settings or "ring" in settings
     traits = TRAINERS[trainer]

@@ -28,7 +28,6 @@ from highwater.model.model_place import ModelPlace, model_place
 from highwater.model.rope_block import own_rope_scaling
 from highwater.model.weight_files import refuse_quantised, unties
 from highwater.nouns.codec import Record
-from highwater.nouns.layout import ring_obstacle
 
 _MOST_PARAMETERS = 10**15
 """No model has more parameters; with more, bytes would not fit into the 64 bits of a document."""
@@ -109,15 +108,6 @@ class ModelShape(Record, frozen=True, kw_only=True):
     def caps_scores(self) -> bool:
         """True if any layer caps its attention scores, which no fused kernel supports."""
         return any(run.kind.attention.soft_cap is not None for run in self.runs)
-
-    def ring_obstacle(self, longest_tokens: int | None) -> str | None:
-        """Reason why no ring shares documents up to this length (None: unknown), or None."""
-        return ring_obstacle(
-            longest_tokens,
-            caps_scores=self.caps_scores,
-            widest_head=self.widest_head,
-            window_tokens=self.window_tokens,
-        )
 
     @property
     def has_plain_attention(self) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
-from highwater.nouns.layout import USUAL_GPUS_OF_A_MACHINE, Device, Layout
+from highwater.nouns.layout import USUAL_GPUS_OF_A_MACHINE, WIDEST_FUSED_HEAD, Device, Layout
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Allocator, Loss, Offload, Settings, Strategy
 from highwater.nouns.sparse_pattern import SparsePatternConfig
@@ -160,6 +160,34 @@ def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
     return None
 
 
+def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
+    """Reason why a ring cannot share documents up to this length (None: unknown), else None."""
+    return unringed(
+        longest_tokens,
+        caps_scores=shape.caps_scores,
+        widest_head=shape.widest_head,
+        window_tokens=shape.window_tokens,
+    )
+
+
+def unringed(
+    longest_tokens: int | None, *, caps_scores: bool, widest_head: int, window_tokens: int | None
+) -> str | None:
+    """Reason why no ring attends so in documents up to this length (None: unknown), else None;
+    ``widest_head`` is the largest size of a head, and ``window_tokens`` None without a window.
+    """
+    if caps_scores:
+        return "a ring does not cap the scores of attention (attn_logit_softcapping)"
+    if widest_head > WIDEST_FUSED_HEAD:
+        return f"a ring does not attend with heads of {widest_head} numbers"
+    if window_tokens is None or longest_tokens is None or longest_tokens <= window_tokens:
+        return None
+    return (
+        f"a ring shares no document of {format_tokens(longest_tokens)} tokens whose layers attend "
+        f"in a sliding window of {format_tokens(window_tokens)}"
+    )
+
+
 def _sparse_obstacle(pattern: SparsePatternConfig, device: Device) -> str | None:
     """Reason why ring attention cannot use this sparse pattern; None if it can."""
     if pattern.follows_content:
@@ -255,7 +283,7 @@ class _Bounds(NamedTuple):
                 f"{self.shape.kv_heads}"
             )
         if asked.ring > 1:
-            why = self.shape.ring_obstacle(self.longest_tokens)
+            why = ring_obstacle(self.shape, self.longest_tokens)
             if why is not None:
                 return why
         if asked.ring > 1 and self.pattern is not None:

@@ -11,7 +11,7 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import MOST_GPUS, MOST_GPUS_OF_A_MACHINE, words_of
-from highwater.units import MIB, format_tokens
+from highwater.units import MIB
 
 Device = Literal["cuda", "cpu"]
 USUAL_GPUS_OF_A_MACHINE = 8
@@ -77,7 +77,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def machine_gpus(self) -> int:
-        """GPUs on each machine; if none were named, all if one can have them, else whole copies."""
+        """GPUs of each machine: as named, else all if one can have them, else whole copies."""
         if self.machines:
             return self.gpus // self.machines
         if self.gpus <= MOST_GPUS_OF_A_MACHINE:
@@ -132,7 +132,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def of_one_machine(self) -> "Layout":
-        """The layout within one of the named machines; this layout if no machines were named."""
+        """The layout of one machine, before ``across``; this layout if no machines were named."""
         machines = self.machines or 1
         return self.replace(
             gpus=self.gpus // machines,
@@ -208,24 +208,6 @@ as long on an H200 (docs/results/families)."""
 
 WIDEST_FUSED_HEAD = 256
 """Largest head size that a fused kernel takes."""
-
-
-def ring_obstacle(
-    longest_tokens: int | None, *, caps_scores: bool, widest_head: int, window_tokens: int | None
-) -> str | None:
-    """Reason why no ring shares documents up to this length (None: unknown), None if one does;
-    ``widest_head`` is the largest size of a head, and ``window_tokens`` None without a window.
-    """
-    if caps_scores:
-        return "a ring does not cap the scores of attention (attn_logit_softcapping)"
-    if widest_head > WIDEST_FUSED_HEAD:
-        return f"a ring does not attend with heads of {widest_head} numbers"
-    if window_tokens is None or longest_tokens is None or longest_tokens <= window_tokens:
-        return None
-    return (
-        f"a ring shares no document of {format_tokens(longest_tokens)} tokens whose layers attend "
-        f"in a sliding window of {format_tokens(window_tokens)}"
-    )
 
 
 class Stretch(NamedTuple):

@@ -141,7 +141,7 @@ def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, .
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """A training on one machine, and the trial whose step it repeats."""
+    """A training on one machine, and the trial that it names."""
 
     request: Request
     asked: TrainingRequest

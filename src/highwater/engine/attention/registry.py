@@ -41,8 +41,8 @@ from highwater.engine.parallel.mesh import ALONE, SequenceGroups
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import MachineError, ModelError
 from highwater.model.layer_kind import slides
+from highwater.nouns.cells import unringed
 from highwater.nouns.hardware import Kernel
-from highwater.nouns.layout import ring_obstacle
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 
@@ -180,7 +180,7 @@ def register(
             )
         else:
             if shared.ring is not None:
-                why = ring_obstacle(
+                why = unringed(
                     longest,
                     caps_scores=pattern.soft_cap is not None,
                     widest_head=pattern.is_wide * query_BHSD.shape[-1],
