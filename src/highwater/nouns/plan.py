@@ -277,7 +277,8 @@ def plan(
             longest_tokens=grid.max_tokens if request.data is None else None,
         )
     cells, too_small = within_token_budget(cells, grid, device)
-    refuse_profiling(request.memory_profiler, gpus=max(cell.layout.gpus for cell in cells))
+    if request.memory_profiler is not None:
+        refuse_profiling(request.memory_profiler, gpus=max(cell.layout.gpus for cell in cells))
     if device == "cuda" and not request.dry_run:
         check_host_memory(machine, model, cells)
     proof = proof_of(request, model, device)
