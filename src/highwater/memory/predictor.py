@@ -261,7 +261,7 @@ def _edges(predictor: Predictor, room_bytes: int, extent: Extent) -> tuple[int, 
 
 
 def _last_index(by_formula: FormulaPredictor) -> int:
-    """Grid index of the longest length that the cell may try, at least 1."""
+    """Grid index of the longest length that the cell can try, at least 1."""
     return max(1, by_formula.question.size_of(by_formula.cell))
 
 
