@@ -141,9 +141,7 @@ def rank_that_used(used_bytes: int | None, of_bytes: int = 80 * GIB, **fields: A
     """What rank 0 says of a GPU that it used so much of, all of its budget being the
     allocator's.
     """
-    budget = MemoryBudget(
-        budget_bytes=of_bytes, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=of_bytes
-    )
+    budget = MemoryBudget.split(of_bytes)
     memory = RankMemory(
         peak_reserved_bytes=used_bytes, device_used_bytes=used_bytes, device_total_bytes=80 * GIB
     )

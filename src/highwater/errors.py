@@ -39,7 +39,7 @@ class HighwaterError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Let the error cross processes, which call its class with one argument."""
+        """Let pickle rebuild the error in another process, with its problem and its hint."""
         return partial(type(self), hint=self.hint), (self.problem,)
 
 

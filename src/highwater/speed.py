@@ -11,7 +11,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from highwater.model.families import family_row
-from highwater.model.footprint import kept_by_recompute, matrices, trained_parameters
+from highwater.model.held_bytes import kept_by_recompute, matrices, trained_parameters
 from highwater.model.layer_kind import AttentionKind, LayerKind
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, packaged
@@ -55,7 +55,7 @@ BASIS_IN_WORDS: dict[Basis, str] = {
 
 
 class Sheet(Record, frozen=True, kw_only=True):
-    """Rates in a GPU kind's data sheet, besides its FLOP/s (nouns/catalog/gpus.json)."""
+    """Rates of a kind of GPU by its data sheet: bytes and links per second, in a catalog file."""
 
     name: str
     memory_bytes_per_s: float
@@ -67,7 +67,7 @@ class Sheet(Record, frozen=True, kw_only=True):
 
 
 class Rates(NamedTuple):
-    """Rates per second that a GPU reaches in a step of our engine."""
+    """FLOPs and bytes per second that a GPU reaches in a training step of our engine."""
 
     matmul_flops: float
     attention_flops: float
@@ -133,7 +133,7 @@ on several. Fitted to trials of 8,192 tokens."""
 
 
 class KernelRates(NamedTuple):
-    """FLOP/s of attention on an H200, counting only the pairs of token and key that it needs."""
+    """FLOP/s that attention reaches on an H200, counting only needed pairs of tokens."""
 
     forward: float
     backward: float
@@ -176,14 +176,14 @@ Source: what offload added to steps of 8B on two and four GPUs; hosts differ by 
 
 
 class StepPart(Record, frozen=True, kw_only=True):
-    """Time of one part of a step."""
+    """Seconds that one part of a step takes: products, attention, gathering and so on."""
 
     name: str
     seconds: float
 
 
 class PredictedStep(Record, frozen=True, kw_only=True):
-    """Predicted time of a step."""
+    """Seconds of a training step, part by part, and what the prediction rests on."""
 
     parts: tuple[StepPart, ...]
     step_tokens: int
@@ -202,7 +202,7 @@ class PredictedStep(Record, frozen=True, kw_only=True):
 
 
 class Cost(Record, frozen=True, kw_only=True):
-    """Time and price of training on a number of tokens."""
+    """Seconds and dollars that training on a number of tokens takes."""
 
     tokens: int
     time_s: float

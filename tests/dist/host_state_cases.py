@@ -16,7 +16,7 @@ from highwater.engine.data.batches import Batch, Document, pack
 from highwater.engine.training.checkpoint import save_sharded
 from highwater.engine.training.host_states import HostStateAdamW
 from highwater.engine.training.step import Training, train_step
-from highwater.model.footprint import device_state_bytes, update_bytes
+from highwater.model.held_bytes import device_state_bytes, update_bytes
 from highwater.model.model import load_model
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout

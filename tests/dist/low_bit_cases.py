@@ -15,7 +15,7 @@ from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.checkpoint import save_sharded
 from highwater.engine.training.optimizers import fill_missing_gradients, make_optimizer
 from highwater.engine.training.step import Training, backward_of, train_step
-from highwater.model.footprint import device_state_bytes
+from highwater.model.held_bytes import device_state_bytes
 from highwater.model.model import load_model
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout

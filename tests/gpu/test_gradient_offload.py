@@ -18,7 +18,7 @@ from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training import step
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.step import Training, backward_of
-from highwater.model.footprint import STAGED_LAYERS, staged_gradient_bytes
+from highwater.model.held_bytes import STAGED_LAYERS, staged_gradient_bytes
 from highwater.model.model import load_model
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout

@@ -19,7 +19,7 @@ from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.checkpoint import save_sharded
 from highwater.engine.training.host_states import MOMENTS, VECTOR, HostStateAdamW
 from highwater.engine.training.optimizers import make_optimizer
-from highwater.model.footprint import pinned_state_bytes, update_bytes
+from highwater.model.held_bytes import pinned_state_bytes, update_bytes
 from highwater.model.model import load_model
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout

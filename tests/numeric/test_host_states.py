@@ -12,7 +12,7 @@ from traces import SHARED, alive_at, formula_bytes, peak_bytes, requested_bytes,
 
 from highwater.engine.training.host_states import MOMENTS, VECTOR, HostStateAdamW
 from highwater.engine.training.optimizers import make_optimizer
-from highwater.model.footprint import device_state_bytes, gradient_bytes, update_bytes
+from highwater.model.held_bytes import device_state_bytes, gradient_bytes, update_bytes
 from highwater.nouns.hyperparameters import Hyperparameters
 from tables import deep
 from tiny_models import config_of, sized

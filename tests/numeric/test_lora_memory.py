@@ -9,7 +9,7 @@ pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra
 
 from traces import RING, SHARED, alive_at, formula_bytes, peak_bytes, shape_of
 
-from highwater.model.footprint import device_state_bytes
+from highwater.model.held_bytes import device_state_bytes
 from highwater.nouns.objective import adapter_parameters
 from tables import deep
 from tiny_models import config_of, sized

@@ -16,7 +16,7 @@ from highwater.engine.parallel.offload import LAYERS_BEHIND
 from highwater.engine.training import step
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.step import Training, backward_of, clip, train_step
-from highwater.model.footprint import STAGED_LAYERS
+from highwater.model.held_bytes import STAGED_LAYERS
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from tiny_models import SIZES, write_model

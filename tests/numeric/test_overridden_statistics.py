@@ -17,7 +17,7 @@ from highwater.engine.training.statistics import QUANTITIES, Quantity, Statistic
 from highwater.engine.training.statistics_log import StatisticsLog
 from highwater.engine.training.step import Training, train_step
 from highwater.errors import UsageError
-from highwater.model.footprint import step_flops
+from highwater.model.held_bytes import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings

@@ -26,7 +26,7 @@ from traces import (
 
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.memory.trace.replay import replay
-from highwater.model.footprint import device_state_bytes, gradient_bytes
+from highwater.model.held_bytes import device_state_bytes, gradient_bytes
 from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.nouns.layout import Layout

@@ -27,7 +27,7 @@ from highwater.search.start_length import (
     first_index,
     unknown_trainer_line,
 )
-from highwater.trials.simulated import FormulaLaw, Law, OneByOne, SimulatedRunner
+from highwater.trials.simulated import Law, OneByOne, SimulatedRunner, UpperFormula
 from highwater.units import GIB, MIB
 from places import examples
 from trial_specs import answer_of, answers_among, fits_up_to, grid_of, question_on
@@ -147,7 +147,7 @@ def test_cells_that_order_each_others_trials_find_what_each_finds_alone(budget_g
 
     def found(*cells: Cell) -> list[int | None]:
         question = ask(model=model, memory_budget_bytes=budget_gib * GIB, cells=cells, grid=grid)
-        answers = answers_of(question, FormulaLaw(shape=question.model.shape))
+        answers = answers_of(question, UpperFormula(shape=question.model.shape))
         return [answer.capacity_tokens for answer in answers]
 
     assert found(*cells) == [found(cell)[0] for cell in cells]
@@ -452,7 +452,7 @@ def test_cells_that_share_what_they_learn_take_fewer_trials_for_the_same_answers
     cells = tuple(cell(gpus, **rung) for gpus in (1, 2, 4, 8) for rung in rungs)
     sharing = ask_of(*cells, model=model, grid=grid, device_total_bytes=140 * GIB)
     galloping = msgspec.structs.replace(sharing, device_total_bytes=None)
-    runner = SimulatedRunner(FormulaLaw(shape=sharing.model.shape), device_total_bytes=140 * GIB)
+    runner = SimulatedRunner(UpperFormula(shape=sharing.model.shape), device_total_bytes=140 * GIB)
     with_hints, without = (
         answers_among(search_cells(question, runner)) for question in (sharing, galloping)
     )

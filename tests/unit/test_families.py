@@ -9,7 +9,7 @@ import pytest
 
 from highwater.errors import ModelError
 from highwater.model.families import FAMILY_ROWS, TRAINED, family_row, logit_transform_of
-from highwater.model.footprint import matrices
+from highwater.model.held_bytes import matrices
 from highwater.model.model import load_model, shape_of
 from highwater.model.model_config import MIN_FIELDS
 from highwater.model.rope import unscalable, yarn

@@ -13,7 +13,7 @@ import highwater
 from highwater.memory.formula.constants import PAGE_TABLE_BYTES, Footprint
 from highwater.memory.formula.formula import FAMILIES, likely_footprint, upper_footprint
 from highwater.memory.formula.layers import Step
-from highwater.model.footprint import gradient_bytes, policy_parameters
+from highwater.model.held_bytes import gradient_bytes, policy_parameters
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import catalog_names
 from highwater.nouns.layout import Layout

@@ -23,7 +23,7 @@ from highwater.search.cell_outcomes import TrialFinished
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.trials.probe import environment
-from highwater.trials.simulated import FormulaLaw, Law, SimulatedRunner
+from highwater.trials.simulated import Law, SimulatedRunner, UpperFormula
 from places import FOUND, examples, question_of
 
 FIT = TrialResult(outcome=Outcome.FIT, reason="2 steps done")
@@ -41,7 +41,7 @@ def record(journal: Journal, length_tokens: int) -> None:
 
 def search(question: Question, journal: Journal, runner: Runner | None = None) -> int:
     """A whole search on the simulated runner, recorded; the trials that were recorded before."""
-    runner = runner or SimulatedRunner(FormulaLaw(shape=question.model.shape))
+    runner = runner or SimulatedRunner(UpperFormula(shape=question.model.shape))
     events = list(recorded_search(question, runner, journal))
     return sum(event.is_recorded for event in events if isinstance(event, TrialFinished))
 
@@ -101,7 +101,7 @@ def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path, monkeypatch):
 
 
 def interrupted_after(trials: int) -> Law:
-    law, left = FormulaLaw(shape=QUESTION.model.shape), itertools.count(trials, -1)
+    law, left = UpperFormula(shape=QUESTION.model.shape), itertools.count(trials, -1)
 
     def asked(spec: TrialSpec) -> int:
         if not next(left):

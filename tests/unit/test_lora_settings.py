@@ -12,7 +12,7 @@ from highwater.api.prediction import predict
 from highwater.errors import HighwaterError, UsageError
 from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step, working_set_bytes
-from highwater.model.footprint import step_flops
+from highwater.model.held_bytes import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import (

@@ -16,7 +16,7 @@ from highwater.memory.formula.formula import upper_footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.snapshot.attribution import LineRules
 from highwater.memory.snapshot.snapshot import Frame
-from highwater.model.footprint import (
+from highwater.model.held_bytes import (
     checkpoint_bytes,
     device_state_bytes,
     gradient_bytes,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.errors import MachineError, UsageError
-from highwater.model import footprint
+from highwater.model import held_bytes
 from highwater.model.layer_kind import Matrices
 from highwater.model.model import load_model
 from highwater.model.model_place import catalog_names
@@ -326,11 +326,11 @@ def test_offloaded_states_that_the_host_cannot_hold_are_refused_before_anything_
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_pinned_rounding(name, gpus):
     shape = load_model(name).shape
-    in_matrices = sum(count * rows * size for count, rows, size in footprint.matrices(shape))
+    in_matrices = sum(count * rows * size for count, rows, size in held_bytes.matrices(shape))
     assert in_matrices == pytest.approx(shape.parameters, rel=1e-3)
 
     def of_a_parameter(**settings: Any) -> float:
-        held = footprint.host_state_bytes(shape, Settings(**settings), layout=Layout(gpus=gpus))
+        held = held_bytes.host_state_bytes(shape, Settings(**settings), layout=Layout(gpus=gpus))
         return held / shape.parameters
 
     assert 15.99 <= of_a_parameter(offload=True) < 20
@@ -343,7 +343,9 @@ def test_offloaded_gradients_of_layers_with_and_without_experts_have_their_own_b
     def staged(dense_layers: int) -> int:
         sizes = {"num_hidden_layers": 12, "intermediate_size": 8192, "model_type": "glm4_moe"}
         shape = written_model(tmp_path, **sizes, first_k_dense_replace=dense_layers).shape
-        return footprint.staged_gradient_bytes(shape, Settings(offload=True), layout=Layout(gpus=2))
+        return held_bytes.staged_gradient_bytes(
+            shape, Settings(offload=True), layout=Layout(gpus=2)
+        )
 
     found = [staged(dense) for dense in (0, 1, 3, 4, 9)]
     assert found == sorted(found), "three layers of experts are among them all the time"
@@ -363,10 +365,10 @@ def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers(name, g
     passing = 0
     for of_one, count in layers.items():
         numbers = sum(each.number * each.rows * each.row_size for each in of_one)
-        passing += min(count, footprint.STAGED_LAYERS) * numbers
+        passing += min(count, held_bytes.STAGED_LAYERS) * numbers
 
     def staged(**settings: Any) -> int:
-        return footprint.staged_gradient_bytes(
+        return held_bytes.staged_gradient_bytes(
             shape, Settings(**settings), layout=Layout(gpus=gpus)
         )
 

@@ -14,7 +14,7 @@ import pytest
 from emitting import goal
 
 from highwater.errors import MachineError, UsageError
-from highwater.model.footprint import CheckpointBytes, checkpoint_bytes
+from highwater.model.held_bytes import CheckpointBytes, checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.settings import Settings
 from highwater.store import directory as store

@@ -9,7 +9,7 @@ import pytest
 import highwater
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
-from highwater.model.footprint import step_flops
+from highwater.model.held_bytes import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.capacities import cell_capacities
 from highwater.nouns.recommendation import Candidate, Recommendation

@@ -13,7 +13,7 @@ import highwater
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import commands, foreign_words, parse
 from highwater.errors import UsageError
-from highwater.model.footprint import host_state_bytes, step_flops
+from highwater.model.held_bytes import host_state_bytes, step_flops
 from highwater.model.model import load_model
 from highwater.nouns.hyperparameters import DEFAULTS, NAMES, Hyperparameters
 from highwater.nouns.layout import Layout

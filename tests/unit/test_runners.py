@@ -36,7 +36,7 @@ from highwater.search.scheduler import recorded_search, search_cells
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.engine_trial import EngineLauncher, read_reports
 from highwater.trials.local import LocalRunner
-from highwater.trials.simulated import FormulaLaw, SimulatedRunner
+from highwater.trials.simulated import SimulatedRunner, UpperFormula
 from highwater.trials.trial_process import log_path_of, trial_environment
 from highwater.units import GIB
 from places import examples, machine_with, question_of
@@ -54,7 +54,9 @@ class TestSimulatedRunner(RunnerContract):
     @pytest.fixture
     def runner(self) -> SimulatedRunner:
         def law(spec: TrialSpec) -> int | Outcome:
-            return Outcome.CRASHED if spec.length_tokens == 5000 else FormulaLaw(shape=SHAPE)(spec)
+            return (
+                Outcome.CRASHED if spec.length_tokens == 5000 else UpperFormula(shape=SHAPE)(spec)
+            )
 
         return SimulatedRunner(law)
 
@@ -72,7 +74,7 @@ class SideBySide:
     """A runner of several places, whose trials end in any order."""
 
     def __init__(self, places: int, *, killed_after: int | None = None) -> None:
-        self._simulated = SimulatedRunner(FormulaLaw(shape=SHAPE))
+        self._simulated = SimulatedRunner(UpperFormula(shape=SHAPE))
         self._pool = ThreadPoolExecutor(places)
         self._lock = threading.Lock()
         self._places = places
@@ -121,7 +123,7 @@ def told(answer: CellAnswer) -> tuple[int | None, int | None, str, bool]:
 @pytest.mark.parametrize("places", [1, 2, 3, 8])
 def test_cells_that_are_searched_side_by_side_have_the_answers_of_one_after_another(places, method):
     question = msgspec.structs.replace(QUESTION, method=method)
-    alone = answers(list(search_cells(question, SimulatedRunner(FormulaLaw(shape=SHAPE)))))
+    alone = answers(list(search_cells(question, SimulatedRunner(UpperFormula(shape=SHAPE)))))
     runner = SideBySide(places)
     together = answers(list(search_cells(question, runner)))
     runner.close()
@@ -137,7 +139,7 @@ def test_a_runner_of_one_place_has_the_events_of_a_search_without_any():
 
     runner = SideBySide(1)
     one = [shown(each) for each in search_cells(QUESTION, runner)]
-    none = search_cells(QUESTION, SimulatedRunner(FormulaLaw(shape=SHAPE)))
+    none = search_cells(QUESTION, SimulatedRunner(UpperFormula(shape=SHAPE)))
     assert one == [shown(each) for each in none]
     runner.close()
 
@@ -436,7 +438,7 @@ def test_a_trial_fits_exactly_when_what_the_driver_sees_is_within_the_budget(bud
 @given(LAYOUTS, RUNGS)
 def test_a_budget_is_context_nccl_and_what_is_left_for_the_allocator(layout, rung):
     spec = local_trial(layout=layout, settings=rung, memory_budget_bytes=80 * GIB)
-    (rank, *_) = SimulatedRunner(FormulaLaw(shape=SHAPE)).run(spec).ranks
+    (rank, *_) = SimulatedRunner(UpperFormula(shape=SHAPE)).run(spec).ranks
     budget = rank.budget
     assert (budget.nccl_bytes > 0) == (layout.gpus > 1)
     parts = budget.context_bytes + budget.nccl_bytes + budget.allocator_cap_bytes
@@ -461,7 +463,7 @@ def test_without_a_budget_the_card_is_the_limit_and_on_the_cpu_the_data_segment(
 
 
 def test_every_result_says_that_it_is_simulated_and_measures_no_time():
-    for law in (FormulaLaw(shape=SHAPE), lambda spec: Outcome.CRASHED):
+    for law in (UpperFormula(shape=SHAPE), lambda spec: Outcome.CRASHED):
         result = SimulatedRunner(law).run(local_trial())
         assert result.simulated
         assert (result.tokens_per_s, result.step_time_s) == (None, None)

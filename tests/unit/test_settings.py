@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from highwater import units
 from highwater.errors import UsageError
-from highwater.model.footprint import step_flops
+from highwater.model.held_bytes import step_flops
 from highwater.model.model import load_model
 from highwater.nouns import trial as nouns
 from highwater.nouns.codec import from_builtins, from_json, to_builtins, to_json

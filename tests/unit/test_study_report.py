@@ -26,7 +26,7 @@ from highwater.search.cell_outcomes import TrialFinished
 from highwater.search.predicted_study import PredictedTrial
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
-from highwater.trials.simulated import FormulaLaw, OneByOne, SimulatedRunner
+from highwater.trials.simulated import OneByOne, SimulatedRunner, UpperFormula
 from highwater.units import GIB
 from places import machine_with, question_of
 from tables import table
@@ -246,7 +246,7 @@ def test_a_failure_is_in_the_words_of_the_rank_that_failed_first():
 def test_a_simulated_study_is_never_called_measured(tmp_path):
     question = question_of(max_length="64k")
     with open_journal(tmp_path / "s.jsonl", question) as journal:
-        runner = SimulatedRunner(FormulaLaw(shape=question.model.shape))
+        runner = SimulatedRunner(UpperFormula(shape=question.model.shape))
         list(recorded_search(question, runner, journal))
     report = study_report(tmp_path / "s.jsonl")
     assert report.label == "simulated"

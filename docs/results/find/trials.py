@@ -33,7 +33,7 @@ from highwater.search.budget import Budget, expected_s, outlook
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.proof import ran_out_s, step_time_s, trial_s
 from highwater.search.scheduler import BudgetSpentError, search_cells
-from highwater.trials.simulated import FormulaLaw, Law, OneByOne, SimulatedRunner
+from highwater.trials.simulated import Law, OneByOne, SimulatedRunner, UpperFormula
 from highwater.units import format_seconds, format_tokens
 
 HERE = Path(__file__).parent
@@ -180,7 +180,7 @@ def whole_search(model: str, kind_name: str, *, slower: float, **settings: objec
     request = request_from({"model": model, "gpus": [1], **settings}, keywords=True)
     planned = plan(request, _machine(kind_name))
     question, clock = planned.question, Clock()
-    law = FormulaLaw(shape=question.model.shape)
+    law = UpperFormula(shape=question.model.shape)
     runner = TimedRunner(question, law, clock, timeout_s=planned.timeout_s, slower=slower)
     assert planned.budget_s is not None  # noqa: S101
     budget = Budget(

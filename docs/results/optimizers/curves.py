@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from highwater.engine.parallel.mesh import alone
-from highwater.model.footprint import device_state_bytes
+from highwater.model.held_bytes import device_state_bytes
 from highwater.model.model import load_model
 from highwater.nouns.objective import OPTIMIZERS
 from highwater.nouns.settings import Settings

@@ -43,7 +43,7 @@ _ROUND = 256
 
 
 class KeptLength(Record, frozen=True, kw_only=True):
-    """The part of the data that a context length keeps, and the settings that train on it."""
+    """What a context length keeps of a user's data, and the settings that train at it."""
 
     length_tokens: int
     documents: int

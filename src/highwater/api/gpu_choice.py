@@ -28,7 +28,7 @@ _COUNTS = (1, 2, 4, 8)
 
 
 class Offer(Record, frozen=True, kw_only=True):
-    """GPUs of one kind, and the fastest settings that train the length on them."""
+    """GPUs of one kind in a comparison: how many, the fastest settings on them, the price."""
 
     device_name: str
     gpus: int
@@ -46,7 +46,7 @@ class Offer(Record, frozen=True, kw_only=True):
 
 
 class GpuChoice(Record, frozen=True, kw_only=True):
-    """Several kinds of GPUs for one length, the cheapest first."""
+    """Kinds of GPUs compared for one length, the one that trains it for the least money first."""
 
     schema_version: int = 1
     model_name: str
@@ -116,14 +116,14 @@ def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
 
 
 def _place(offer: Offer) -> tuple[float, ...]:
-    """Sort key: offers that train the length first, by dollars a million tokens, then an hour."""
+    """Key that sorts offers: those that train first, then dollars a million tokens, an hour."""
     dollars, hour = offer.million_dollars, offer.hour_dollars
     known = (dollars is None, round(dollars or 0.0, 2), hour is None, hour or 0.0)
     return (offer.trained is None, *known, offer.gpus)
 
 
 def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
-    """The cheapest offer of a kind: of each prediction its fastest cell that fits is priced."""
+    """The cheapest number of GPUs of a kind, with the fastest settings that fit on each."""
     offers: list[Offer] = []
     for each in tried:
         fitting = [cell for cell in each.cells if cell.capacity_tokens]

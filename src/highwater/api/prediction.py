@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from highwater.errors import UsageError
-from highwater.memory.capacity import Prediction, failed_allocation
+from highwater.memory.capacity import FailedAllocation, Prediction, failed_allocation
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.rollout import rollout_of
@@ -88,8 +88,7 @@ def predict(
             f"{TRAINERS[trainer].step} is traced on one GPU, and without `--calibrate`",
             hint="leave `--exact` out, or name one GPU and no study",
         )
-    own_readings = None
-    own = ()
+    own_readings, residuals = None, ()
     if constants is not None:
         from highwater.recommendation.user_measurements import own_constants
 
@@ -112,24 +111,24 @@ def predict(
     if own_file is not None and "allocator" not in settings:  # no file says the environment
         native = (e.changed(allocator="native") for e in question.cells if not e.settings.offload)
         question = question.replace(cells=tuple(dict.fromkeys((*native, *question.cells))))
-    asked = request_from({"model": model, **settings}, keywords=True).rollout_request
-    if asked != RolloutRequest():
+    engine = request_from({"model": model, **settings}, keywords=True).rollout_request
+    if engine != RolloutRequest():
         traits = TRAINERS[trainer].rollout
-        beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
-        memory_limit = memory_limit.replace(rollout=beside)
+        rollout = rollout_of(engine, question, traits, rollout_gpus=rollout_gpus)
+        memory_limit = memory_limit.replace(rollout=rollout)
     if exact and memory_limit.rollout is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
     first = question.cells[0].settings
-    read_off = [name for name in UNMEASURED if getattr(first, name) not in ("none", False)]
-    if exact and (read_off or settings.get("attention") == "block_sparse"):
-        what = "DeepSpeed" if read_off else "block-sparse attention"
+    unmeasured = [name for name in UNMEASURED if getattr(first, name) not in ("none", False)]
+    if exact and (unmeasured or settings.get("attention") == "block_sparse"):
+        what = "DeepSpeed" if unmeasured else "block-sparse attention"
         what = "paged moments" if first.paged else what
         raise UsageError(f"steps with {what} are not traced", hint="leave `--exact` out")
     method: PredictionMethod = "trace" if exact else "formula"
     if calibrate_with:
         from highwater.recommendation.user_measurements import own_residuals
 
-        own, of_studies = own_residuals(
+        residuals, of_studies = own_residuals(
             calibrate_with,
             method,
             own_readings,
@@ -138,21 +137,13 @@ def predict(
             on_trace=on_trace,
         )
         said += of_studies
-    calibration = calibration_of(question, trainer, method=method, own=own)
+    calibration = calibration_of(question, trainer, method=method, own=residuals)
     hour_price = parse_price(price)
     amount = None if tokens is None and hour_price is None else parse_amount(str(tokens or "1M"))
     if amount is not None and memory_limit.rollout is not None:
         problem = "what training costs beside a rollout: how long it generates is not predicted"
         raise UsageError(problem, hint="leave `--price` and `--tokens` out")
-    tried = None
-    if tried_to_allocate is not None:
-        if length_tokens is None:
-            hint = "add the length of that step, for example `--length 32k`"
-            raise UsageError("an allocation that failed, and no length", hint=hint)
-        each = sorted(question.cells, key=simplicity)
-        steps = (Step(question.model.shape, c.settings, c.layout, length_tokens) for c in each)
-        tried = failed_allocation(parse_memory(str(tried_to_allocate)), steps)
-    every_note = (*said, *notes, *(UNMEASURED[name] for name in read_off))
+    every_note = (*said, *notes, *(UNMEASURED[name] for name in unmeasured))
     task = PredictionTask(
         question=question,
         where=where,
@@ -163,24 +154,51 @@ def predict(
         length_tokens=length_tokens,
         amount_tokens=amount,
         hour_dollars=hour_price,
-        tried=tried,
+        tried=_failed(tried_to_allocate, question, length_tokens),
         notes=tuple(dict.fromkeys(every_note)),
     )
     if not exact:
         return prediction_of(task, predict_untraced(question, memory_limit, trainer, calibration))
+    return _traced(task, timeline, on_trace)
+
+
+def _traced(
+    task: PredictionTask,
+    timeline: str | Path | None,
+    on_trace: Callable[[TrialSpec], None] | None,
+) -> Prediction:
+    """Predict a task by traces of its step, and write the ``timeline`` of its explained cell."""
     from highwater.trials.traced import CachedTracer, predict_traced
     from highwater.trials.trial_process import cache_directory
 
-    kernel = kernels(where.compute_capability)[0]
-    traced = REGISTRY[trainer].trains_by or trainer
+    kernel = kernels(task.where.compute_capability)[0]
+    traced = REGISTRY[task.trainer].trains_by or task.trainer
     with CachedTracer(
         cache_directory("traces"), kernel=kernel, trainer=traced, on_trace=on_trace
     ) as tracer:
-        cells = predict_traced(question, memory_limit, tracer, calibration, trainer)
+        cells = predict_traced(
+            task.question, task.memory_limit, tracer, task.calibration, task.trainer
+        )
         prediction = prediction_of(task, cells)
         if timeline is not None:
-            _write_timeline(Path(timeline), question, prediction, tracer)
+            _write_timeline(Path(timeline), task.question, prediction, tracer)
     return prediction
+
+
+def _failed(
+    tried: str | int | None, question: Question, length_tokens: int | None
+) -> FailedAllocation | None:
+    """Tensors of a step that have the size ``tried``, for which PyTorch found no room; None if no
+    size is named. Raises UsageError without a length.
+    """
+    if tried is None:
+        return None
+    if length_tokens is None:
+        hint = "add the length of that step, for example `--length 32k`"
+        raise UsageError("an allocation that failed, and no length", hint=hint)
+    each = sorted(question.cells, key=simplicity)
+    steps = (Step(question.model.shape, c.settings, c.layout, length_tokens) for c in each)
+    return failed_allocation(parse_memory(str(tried)), steps)
 
 
 def _refuse_method(

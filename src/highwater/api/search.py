@@ -75,7 +75,7 @@ def open_study(path: str | Path) -> Study:
 
 
 def prepare(request: Request) -> Plan:
-    """Plan a search, and check all that it needs before the first trial; raises HighwaterError."""
+    """Plan a search and check what it needs before any trial. Raises HighwaterError."""
     machine, of_machine = where_trials_run(request)
     check_request(request, machine, steps=request.steps)
     machines = across_nodes(request)
@@ -113,7 +113,7 @@ def _planned(request: Request, machine: Machine) -> Plan:
 
 
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:
-    """The trial of one length, after the same checks as ``prepare``."""
+    """The specification of one trial of ``length`` tokens, checked as ``prepare`` checks."""
     machine, _ = where_trials_run(request)
     check_request(request, machine, steps=request.steps)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
@@ -247,7 +247,7 @@ def _spent_note(planned: Plan, study: Study) -> str:
 
 
 def where_trials_run(request: Request) -> tuple[Machine, tuple[str, ...]]:
-    """The machine that trials run on (this one, or a Ray cluster's nodes), and notes on it."""
+    """The machine that trials run on, this one or a Ray cluster's, and notes on it."""
     machine, notes = probe(), ()
     if request.on_ray:
         chosen = ray_runner.nodes_of(request)

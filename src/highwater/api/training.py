@@ -21,7 +21,7 @@ import msgspec
 
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.memory.capacity import CellPrediction
-from highwater.model.footprint import checkpoint_bytes
+from highwater.model.held_bytes import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files, whole_paths
@@ -53,7 +53,7 @@ from highwater.trials.training_ranks import OnProgress, own_folder, run_ranks
 
 
 class PreparedTraining(Record, frozen=True, kw_only=True):
-    """A training that is checked and tokenised, before it starts."""
+    """A training that is checked, and whose data is tokenised; nothing has started yet."""
 
     spec: TrainingSpec
     predicted: CellPrediction
@@ -113,7 +113,7 @@ def train(
 def prepare_training(
     request: Request, asked: TrainingRequest, *, on_phase: OnPhase = unheard
 ) -> PreparedTraining:
-    """Prepare the run of a request, and compare it with its folder; raises HighwaterError."""
+    """Check and tokenise a training, and compare it with its folder. Raises HighwaterError."""
     folder = TrainingFolder(asked.output)
     folder.refuse_missing(asked.resume_from)
     refuse_missing_package(Settings(), reporters=asked.report_to)
@@ -220,7 +220,7 @@ _RECORD_BYTES = 1 << 20
 
 
 def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
-    """The order to tokenise a training's data, for ``tokenised``."""
+    """What to tokenise for a training: its data, as its trial and its request say."""
     directory = Path(trial.model_directory)
     has_tokenizer = not missing_files(directory).tokenizer
     for path in filter(Path.is_file, map(Path, () if has_tokenizer else data)):
@@ -256,7 +256,7 @@ def training_spec(
     *,
     rows: int | None,
 ) -> TrainingSpec:
-    """The specification of a run; its trial has one rank's share of the micro-batches."""
+    """All that a training run depends on; ``rows``: of a step, all ranks; None: the trial's."""
     ranks = trial.layout.data_parallel_degree
     micro_batches = rows or ranks * trial.micro_batches
     own = max(1, micro_batches // ranks)
@@ -314,7 +314,7 @@ def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction)
 def run_training(
     prepared: PreparedTraining, *, on_progress: OnProgress | None = None
 ) -> TrainingResult:
-    """Run a prepared training within ``own_folder``; steps of earlier runs are not repeated."""
+    """Train to the end, from the last checkpoint if there is one; ``own_folder`` is held."""
     spec = prepared.spec
     reports: Sequence[RankReport] = ()
     last: list[TrainingProgress] = []
@@ -342,7 +342,7 @@ def result_so_far(
     reports: Sequence[RankReport] = (),
     heard: Sequence[TrainingProgress] = (),
 ) -> TrainingResult | None:
-    """The result up to the last checkpoint; None if there is no checkpoint."""
+    """What a stopped run has reached by its last checkpoint; None if it has none."""
     spec = prepared.spec
     state = TrainingFolder(spec.output_directory).last_state()
     if state is None:

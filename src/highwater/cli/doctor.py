@@ -1,7 +1,7 @@
 """``highwater doctor``: features that work on this machine, packages to install, its hardware."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError, MachineError
@@ -10,10 +10,9 @@ from highwater.nouns.hardware import (
     CPU_SEARCH,
     MEASURED_SCHEMA_VERSION,
     Constants,
-    Gpu,
     Machine,
     Reading,
-    refuse_unfit_gpu,
+    unfit_gpu,
 )
 from highwater.nouns.study import counted_ranks
 from highwater.pages.table import TextTable, table_of
@@ -27,7 +26,7 @@ from highwater.trials.probe import (
     leave_out_unreadable,
     package_obstacles,
     probe,
-    refuse_torch_without_gpu,
+    torch_without_gpu,
 )
 from highwater.trials.readiness import Feature, features
 from highwater.units import counted, format_bytes
@@ -39,7 +38,7 @@ _TRIALS = "trials (`find`, `try`)"
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """A problem of this machine, and a hint how to solve it."""
+    """A problem that the doctor found on this machine, and a hint that solves it."""
 
     problem: str
     hint: str
@@ -47,7 +46,7 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 class Diagnosis(Record, frozen=True, kw_only=True):
-    """The document that ``highwater doctor --json`` prints."""
+    """What ``highwater doctor --json`` prints: the machine, and what keeps trials off it."""
 
     schema_version: int = MEASURED_SCHEMA_VERSION
     machine: Machine
@@ -64,7 +63,7 @@ class Diagnosis(Record, frozen=True, kw_only=True):
 
     @property
     def is_sound(self) -> bool:
-        """True if a trial can run, or if only predictions are possible: torch is not installed."""
+        """True if trials can run here, or if only torch is missing: predictions need none."""
         return self.can_run or not {"torch", "transformers"} & self.machine.versions.keys()
 
 
@@ -73,7 +72,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     machine = probe()
     obstacle = None
     if machine.gpus and not package_obstacles(machine):
-        obstacle = _refusal(refuse_torch_without_gpu, machine)
+        obstacle = torch_without_gpu(machine)
     diagnosis = diagnose(machine, torch_obstacle=obstacle).replace(
         features=features(machine), constants=_measured(machine) if arguments.measure else ()
     )
@@ -100,22 +99,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _refusal(refuse: Callable[..., object], *of: object) -> HighwaterError | None:
-    """The HighwaterError that ``refuse(*of)`` raises; None if it raises none."""
-    try:
-        refuse(*of)
-    except HighwaterError as error:
-        return error
-    return None
-
-
-def _unfit(gpu: Gpu) -> HighwaterError | None:
-    """The error that keeps trials off a GPU; None if trials can use it."""
-    return _refusal(refuse_unfit_gpu, gpu.name, gpu.compute_capability)
-
-
 def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) -> Diagnosis:
-    """Find obstacles to trials on a machine; pure. ``torch_obstacle``: why torch finds no GPU."""
+    """What keeps trials off a machine; nothing is read. ``torch_obstacle``: torch's own fault."""
     packages = package_obstacles(machine)
     findings = [
         Finding(problem=each, hint=INSTALL_HINT, stops_every_trial=True) for each in packages
@@ -129,7 +114,8 @@ def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) 
         hint = "with a GPU in the machine, check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
         problem = f"no GPU is visible{'' if findings else on_the_cpu}"
         findings.append(Finding(problem=problem, hint=hint))
-    findings += [_finding(unfit) for gpu in machine.gpus if (unfit := _unfit(gpu)) is not None]
+    unfit = (unfit_gpu(gpu.name, gpu.compute_capability) for gpu in machine.gpus)
+    findings += [_finding(error) for error in unfit if error is not None]
     busy = busy_gpus(machine.gpus)
     if busy:
         free = ",".join(str(gpu.index) for gpu in machine.gpus if gpu not in busy)
@@ -153,7 +139,7 @@ def _in_a_sentence(diagnosis: Diagnosis, torch_obstacle: HighwaterError | None) 
         whys = (each.problem for each in diagnosis.findings if each.stops_every_trial)
         return f"{_QUESTIONS}, for any GPUs; {_TRIALS} do not: {', '.join(whys)}."
     gpus = diagnosis.machine.gpus
-    fit = [gpu for gpu in gpus if _unfit(gpu) is None]
+    fit = [gpu for gpu in gpus if unfit_gpu(gpu.name, gpu.compute_capability) is None]
     if fit and torch_obstacle is None:
         return f"{_QUESTIONS}, and {_TRIALS} on {counted(len(fit), 'GPU')}."
     why = "no GPU here is fit for training" if gpus else "no GPU is visible"

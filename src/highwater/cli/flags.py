@@ -69,7 +69,7 @@ _GPUS = (
 
 
 class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
-    """Flags of commands besides the settings of a request and of a training."""
+    """Flags that commands have besides the settings of a request or a training."""
 
     for_: Target = setting(REQUIRED, "whose configuration", commands="emit", name="for")
     config: str | None = FILE(None, "YAML file of settings; flags override it", "find try train")
@@ -403,17 +403,12 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def layered(*layers: Mapping[str, Any]) -> Request:
-    """Make a request from layers of settings; each layer overrides those before it."""
+    """Make a request of several sets of settings; a later one wins over an earlier one."""
     values: dict[str, Any] = {}
     for named in layers:
         overridden = PACKINGS if any(name in named for name in PACKINGS) else ()
         values = {name: values[name] for name in values if name not in overridden} | {**named}
     return request_from(values)
-
-
-def check_settings(model: str, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for settings that make no request; its message names their flags."""
-    request_from({"model": model, **settings})
 
 
 def named_model(
@@ -462,7 +457,7 @@ def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]
 
 
 def trial_limits(arguments: argparse.Namespace) -> list[str]:
-    """Flags that limit a trial to the GPU memory and host memory of the prediction."""
+    """Flags that hold a trial to the GPU and host memory that a prediction was about."""
     limits = {
         "memory": arguments.gpu_memory,
         "host_memory": typed_values(arguments).get("host_memory"),
@@ -496,7 +491,7 @@ _AGAIN = {
 def words_again(
     arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str
 ) -> list[str]:
-    """The typed flags of a prediction or recommendation, without ``drop``, with ``changed``."""
+    """The typed flags to ask again with, without those in ``drop``; ``changed`` replaces some."""
     named = {name: getattr(arguments, field, None) for name, field in _AGAIN.items()}
     typed = {name: value for name, value in named.items() if value not in (0, "0", OURS, [])}
     typed |= {name: v for name, v in typed_values(arguments).items() if name != "model"}

@@ -281,7 +281,7 @@ def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | Non
 
 
 class CommandHelp(Record, frozen=True, kw_only=True):
-    """One command, as the help shows it."""
+    """What the help says about one command: its group, its sentence, its examples."""
 
     group: str
     """The heading of ``highwater --help`` that it stands below."""

@@ -14,7 +14,6 @@ from highwater.api.prediction import predict as api_predict
 from highwater.api.prediction import predict_against
 from highwater.cli import console
 from highwater.cli.flags import (
-    check_settings,
     named_model,
     told_notes,
     trial_limits,
@@ -30,7 +29,7 @@ from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.cluster import gpus_listed
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import LIST_PRICE_NOTE, default_host, gpu_catalog, runs_trials
-from highwater.nouns.request import DECLARED, setting_flags, taken_by, trial_flags
+from highwater.nouns.request import DECLARED, request_from, setting_flags, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, OF_OTHERS, TRAINERS, ForeignName, foreign_name
@@ -223,7 +222,7 @@ def _compare_gpus(arguments: argparse.Namespace, listed_gpus: Sequence[str]) -> 
 
 def _prediction_asked(arguments: argparse.Namespace) -> Prediction:
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
-    check_settings(model, settings)
+    request_from({"model": model, **settings})  # refuses values by the names of their flags
     alike = ("length", "tokens", "price", "exact", "timeline", "constants", "tried_to_allocate")
     return api_predict(
         model,

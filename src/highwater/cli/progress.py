@@ -85,7 +85,7 @@ class _Running:
 
 
 class Progress:
-    """The state of each cell of a search, updated with each event by ``hear``."""
+    """What a search has done so far in each cell; ``hear`` takes an event."""
 
     def __init__(
         self,

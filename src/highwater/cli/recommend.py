@@ -10,7 +10,6 @@ from pathlib import Path
 
 from highwater.cli import console
 from highwater.cli.flags import (
-    check_settings,
     named_model,
     told_notes,
     trial_limits,
@@ -22,9 +21,9 @@ from highwater.cli.predict import is_tried
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, ModelError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.objective import TRAITS
-from highwater.nouns.plan import refuse_other_class
+from highwater.nouns.plan import other_class
 from highwater.nouns.recommendation import Aim, Candidate, Recommendation
-from highwater.nouns.request import trial_flags
+from highwater.nouns.request import request_from, trial_flags
 from highwater.nouns.trainer import (
     OURS,
     REGISTRY,
@@ -88,12 +87,12 @@ def recommend(arguments: argparse.Namespace) -> int:
 
 
 def found_for(arguments: argparse.Namespace) -> Recommendation:
-    """The recommendation for the typed arguments."""
+    """The recommendation that the typed words ask for."""
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     if arguments.length is None and "trainer_config" not in settings:
         whole = shlex.join((*arguments.command_line, "--length", "32k"))
         raise UsageError("no length is named", hint=f"use `{whole}`")
-    check_settings(model, settings)
+    request_from({"model": model, **settings})  # refuses values by the names of their flags
     typed = vars(arguments)
     aims: list[Aim] = [aim for aim in ("fastest", "lightest") if typed.get(aim)]
     if len(aims) > 1:
@@ -244,21 +243,22 @@ def _shorter(arguments: argparse.Namespace, found: Recommendation, made: Configu
 
 def _refuse_other_class(arguments: argparse.Namespace, model: str) -> None:
     """Raise UsageError for a model that only our trainer trains, with the command that does."""
-    try:
-        refuse_other_class(load_model(model), arguments.for_)
-    except ModelError:  # a study's model may not be on this machine
+    error = None
+    with suppress(ModelError):  # a study's model may not be on this machine
+        error = other_class(load_model(model), arguments.for_)
+    if error is None:
         return
-    except UsageError as error:
-        arguments.predicted_for = OURS
-        found = found_for(arguments)
-        if found.chosen is None:
-            asked = shlex.join(("highwater", "recommend", model, *words_again(arguments)))
-            hint = f"`{asked}` says what would fit in our own trainer"
-            raise UsageError(error.problem, hint=hint) from error
+    arguments.predicted_for = OURS
+    found = found_for(arguments)
+    if found.chosen is None:
+        asked = shlex.join(("highwater", "recommend", model, *words_again(arguments)))
+        error.hint = f"`{asked}` says what would fit in our own trainer"
+    else:
         flags = trial_flags(found.chosen.cell, found.length_tokens)
         data = ("--data", "data.jsonl", "--steps", "100", "--output", "run")
         words = shlex.join(("highwater", "train", model, *flags, *data))
-        raise UsageError(error.problem, hint=f"our own trainer trains it: `{words}`") from error
+        error.hint = f"our own trainer trains it: `{words}`"
+    raise error
 
 
 def _predicting_trainer(

@@ -15,7 +15,7 @@ from highwater.cli.console import exit_code_of, heeding
 from highwater.cli.flags import request_of, training_request_of, words_without
 from highwater.cli.progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
-from highwater.model.footprint import trained_parameters
+from highwater.model.held_bytes import trained_parameters
 from highwater.model.model import load_model
 from highwater.nouns.corpus import Corpus
 from highwater.nouns.settings import Settings, short_settings

@@ -42,7 +42,7 @@ NOT_MODELLED = (
 
 
 class MemoryLimit(Record, frozen=True, kw_only=True):
-    """The memory that a training may use, on each GPU and on the host."""
+    """Memory that a training may use: of each GPU, of the host, and beside a rollout."""
 
     device_bytes: int
     """Bytes of one GPU, as its driver reports it, less what is reserved for other programs."""
@@ -58,12 +58,12 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
 
     @property
     def cublas_workspaces_bytes(self) -> tuple[int, ...]:
-        """Bytes of each workspace that cuBLAS keeps in the allocator."""
+        """Bytes of each workspace that cuBLAS takes from PyTorch's allocator."""
         return workspaces_bytes(self.constants)
 
 
 class CellPrediction(Record, frozen=True, kw_only=True):
-    """Prediction for one cell: the longest length that fits, and the memory of a step at it."""
+    """Prediction for one cell (settings on a layout): its longest length, and a step's memory."""
 
     cell: Cell
     capacity_tokens: int
@@ -95,24 +95,24 @@ class CellPrediction(Record, frozen=True, kw_only=True):
 
     @property
     def likely_edge_tokens(self) -> int:
-        """``likely_tokens``, or the capacity in prediction files that lack that field."""
+        """Longest length that is likely to fit; the capacity where an older file has none."""
         return self.capacity_tokens if self.likely_tokens is None else self.likely_tokens
 
     @property
     def reach_tokens(self) -> int:
-        """The capacity; where no length leaves the headroom, the longest that may fit."""
+        """The capacity in tokens; if no length leaves the headroom, the longest that may fit."""
         return self.capacity_tokens or self.likely_edge_tokens
 
     @property
     def device_used_bytes(self) -> int:
-        """Bytes of the GPU that its driver would report as used, at the shown length."""
+        """Bytes of a GPU in use at the peak as ``nvidia-smi`` would show them."""
         if self.replayed is None:
             return self.footprint.device_used_bytes
         return self.replayed.peak_reserved_bytes + self.footprint.outside_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of a GPU that the step needs at its peak: all but ``headroom_bytes``."""
+        """Bytes of a GPU that the step needs at its peak: without what is only cached."""
         return self.footprint.needed_bytes if self.replayed is None else self.device_used_bytes
 
     @property
@@ -122,7 +122,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
 
 
 class Tensor(Record, frozen=True):
-    """One tensor that a step may allocate."""
+    """One tensor that a step may allocate: what it is, its sizes, and what makes it smaller."""
 
     name: str
     shrunk_by: Literal["loss", "attention", "tokens", "sharding"]
@@ -137,7 +137,7 @@ class Tensor(Record, frozen=True):
 
 
 class FailedAllocation(Record, frozen=True, kw_only=True):
-    """An allocation for which PyTorch had no room: ``Tried to allocate 18.55 GiB``."""
+    """The size in PyTorch's ``Tried to allocate 18.55 GiB``, and the tensors that have it."""
 
     bytes: int
     is_known: bool
@@ -150,7 +150,7 @@ _ROUNDED_BYTES = 2 * MIB
 
 
 def failed_allocation(asked_bytes: int, steps: Iterable[Step]) -> FailedAllocation:
-    """The tensors of these steps, the simplest first, that have the bytes of an allocation."""
+    """Tensors of these steps that have an allocation's bytes; else the two nearest in size."""
 
     def distance(tensor: Tensor) -> int:
         rounded = -(-tensor.bytes // _ROUNDED_BYTES) * _ROUNDED_BYTES
@@ -164,7 +164,7 @@ def failed_allocation(asked_bytes: int, steps: Iterable[Step]) -> FailedAllocati
 
 
 def _tensors(step: Step) -> list[Tensor]:
-    """Tensors of a step, with whatever loss and attention, in both dtypes."""
+    """Tensors that a step may allocate, with any loss or attention, in bfloat16 and float32."""
     shape, tokens, length = step.shape, step.tokens, step.length_tokens
     own = "weights or gradients of"
     found: list[Any] = [("logits", "loss", (tokens, shape.vocab_size))]
@@ -195,7 +195,7 @@ def _tensors(step: Step) -> list[Tensor]:
 
 
 class Prediction(Record, frozen=True, kw_only=True):
-    """Prediction for a whole question, or for all its cells at one length."""
+    """Prediction for all cells of a question: how far each trains, or one length in each."""
 
     schema_version: int = PREDICTION_SCHEMA_VERSION
     model_name: str
@@ -232,7 +232,7 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def has_default_headroom(self) -> bool:
-        """True if ``margin_bytes`` is exactly the default headroom."""
+        """True if ``margin_bytes`` is what a prediction leaves free unless told otherwise."""
         return self.margin_bytes == default_headroom_bytes(self.device_bytes)
 
     @property
@@ -263,12 +263,12 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def explained(self) -> CellPrediction:
-        """The cell to explain: the answer, or the first cell if there is no answer."""
+        """The cell whose memory is shown by term: the answer, or the first cell without one."""
         return self.answer or self.cells[0]
 
 
 def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacity, ...]:
-    """Capacities of a prediction's cells, with the headroom if it is not the default one."""
+    """Capacities of a prediction's cells, for a guide; ``found_in`` is the prediction's file."""
     kinds = {kind.name: kind.usable_bytes for kind in gpu_catalog()}
     limit_bytes = prediction.memory_limit.device_bytes
     is_whole = kinds.get(prediction.device_name, prediction.device_bytes) == limit_bytes

@@ -5,7 +5,7 @@ from math import log
 from typing import Literal
 
 from highwater.memory.capacity import MemoryLimit
-from highwater.model.footprint import step_flops
+from highwater.model.held_bytes import step_flops
 from highwater.model.model import Model
 from highwater.nouns.capacities import Capacity, cell_capacities
 from highwater.nouns.hardware import SAME_MEMORY, kind_name
@@ -50,7 +50,7 @@ def obstacle(
 
 
 def with_margin(study: Study, margin_bytes: int) -> Study:
-    """The study with another headroom: a trial fits if it left at least ``margin_bytes``."""
+    """The study judged with another headroom: only trials that left ``margin_bytes`` fit."""
     if study.question.margin_bytes == margin_bytes:
         return study
     question = study.question.replace(margin_bytes=margin_bytes)
@@ -58,7 +58,7 @@ def with_margin(study: Study, margin_bytes: int) -> Study:
 
 
 def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:
-    """The candidate with the study's measurements; None if no trial decides about the length."""
+    """The candidate with a study's measurements; None if no trial shows whether it fits."""
     if candidate.cell not in study.question.cells:
         return None
     capacities = cell_capacities(study, candidate.cell)
@@ -124,7 +124,7 @@ def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int
 
 
 def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
-    """Which memory is too small, by the study's answer or, without an answer, by its trials."""
+    """The memory that a study found too small, by the cell's answer or its trials."""
     answer = study.answer_of(cell)
     if answer is not None:
         return "host" if answer.limit == "host_memory" else "device"
@@ -158,7 +158,7 @@ def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None,
 
 
 def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
-    """Lower bound of the missing headroom, by the longest trial up to here; None: unknown."""
+    """Bytes that were lacking at least, by the longest trial up to here; None: unknown."""
     told = [
         (trial.spec.length_tokens, trial.result)
         for trial in study.trials_of(cell)

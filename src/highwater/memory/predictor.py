@@ -32,7 +32,7 @@ replays only if a length fits, else by formula, which is faster."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedPeak:
-    """Predicted memory of one length on the fullest GPU, and whether it fits the room."""
+    """Predicted memory of a GPU at one length, and whether the GPU and the host hold it."""
 
     footprint: Footprint
     """Bytes by term, of the GPU and of the host, as the formula has them."""
@@ -47,11 +47,11 @@ class PredictedPeak:
 
 
 class Predictor(Protocol):
-    """Predicts the memory of training at any length of one cell."""
+    """Predicts memory at any length of one cell: by formula, or by replay of a trace."""
 
     @property
     def by_formula(self) -> "FormulaPredictor":
-        """Predictor of the same cell by formula: for bytes by term, and a start of the search."""
+        """Predictor of the same cell in closed form, for bytes by term and for a first guess."""
         ...
 
     def start(self, room_bytes: int, likely_index: int | None) -> int | None:
@@ -61,7 +61,7 @@ class Predictor(Protocol):
         ...
 
     def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
-        """The predicted peak of a length, in ``room_bytes`` of a GPU's memory; None: no limit."""
+        """Peak at a length on a GPU with ``room_bytes`` of memory; None: as much as it takes."""
         ...
 
 
@@ -71,7 +71,7 @@ PredictorOf = Callable[[Question, Cell, MemoryLimit], Predictor]
 
 @dataclass(frozen=True, slots=True)
 class FormulaPredictor:
-    """Predicts by the formula of a trainer, in closed form."""
+    """Predicts by a trainer's closed form."""
 
     closed_form: Formula
     question: Question
@@ -84,12 +84,12 @@ class FormulaPredictor:
         return self
 
     def start(self, room_bytes: int, likely_index: int | None) -> int | None:
-        """Begin at the known likely edge; nothing is gained by another start."""
+        """Return the likely edge if it is known: a formula needs no better start."""
         del room_bytes
         return likely_index
 
     def at(self, length_tokens: int, room_bytes: int | None = None) -> PredictedPeak:
-        """The predicted peak in bytes by term; outside the allocator, by the user's constants."""
+        """Peak at a length, by term; outside the allocator by the user's own readings, if any."""
         question = self.question
         limit = self.memory_limit
         step = Step(
@@ -113,7 +113,7 @@ class FormulaPredictor:
         return PredictedPeak(footprint=found, needed_bytes=needed_bytes, fits=fits)
 
     def capacity_room_bytes(self, factors: Factors | None) -> int:
-        """The room of a capacity: most bytes that leave the headroom and whose upper end fits."""
+        """Bytes that a prediction may have so that its pessimistic end leaves the headroom."""
         limit_bytes = self.memory_limit.device_bytes
         left_bytes = limit_bytes - self.question.margin_bytes
         if factors is None:
@@ -128,7 +128,7 @@ Replay = Callable[[int, int | None], tuple[Replayed, int]]
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """Cache of replays of a step. A replay with room to spare is also valid for more memory."""
+    """Replays of one traced step, kept: one with room to spare holds for more memory, too."""
 
     replay: Replay
     _made: dict[tuple[int, int | None], tuple[Replayed, int]] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Replays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPredictor:
-    """Predicts by replays of traced steps; memory that no trace has, and the host's, by formula."""
+    """Predicts by replay of traced steps in the allocator, and by formula what no trace has."""
 
     by_formula: FormulaPredictor
     replay: Replay
@@ -163,14 +163,14 @@ class ReplayPredictor:
     """Grid index at which to begin, given that of the longest length by formula; None: there."""
 
     def start(self, room_bytes: int, likely_index: int | None) -> int | None:
-        """The longest length by formula; if there is ``aim``, ``likely_index`` or ``aim`` of it."""
+        """Grid index to try first: the formula's longest, moved by ``aim``, or the known edge."""
         if self.aim is not None and likely_index is not None:
             return likely_index
         index = longest(self.by_formula, room_bytes)
         return index if self.aim is None else self.aim(index)
 
     def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
-        """The peak of a replay in ``room_bytes``; near its limit the allocator caches less."""
+        """Peak of a replay in ``room_bytes``; with little room the allocator caches less."""
         footprint = self.by_formula.at(length_tokens).footprint
         if self.outside is not None:
             footprint = footprint.replace(outside=self.outside)
@@ -193,7 +193,7 @@ def predict_cells(
     calibration: Calibration | None = None,
     extent: Extent = "everything",
 ) -> tuple[CellPrediction, ...]:
-    """Predict every cell of the question, in its order; intervals need a ``calibration``."""
+    """Predict every cell of a question, in order; without ``calibration`` no intervals."""
     return tuple(
         predict_cell(
             make_predictor(question, cell, memory_limit),
@@ -287,7 +287,7 @@ def predict_at(
 
 
 def _binding(footprint: Footprint, limit: MemoryLimit) -> Binding:
-    """The memory that is too small for a footprint that does not fit."""
+    """Which memory is too small for a footprint that does not fit: GPU's, host's, vLLM's."""
     if not footprint.fits_host(limit.host_bytes):
         return "host"
     return "rollout" if footprint.lacks_for_rollout_bytes else "device"
@@ -360,7 +360,7 @@ def _risk(
 
 
 def longest(predictor: Predictor, room_bytes: int, *, likely_index: int | None = None) -> int:
-    """Grid index of the longest length that fits the room, 0 if none; arguments as in ``start``."""
+    """Grid index of the longest length that fits into ``room_bytes``; 0 if none fits."""
     by_formula = predictor.by_formula
     question = by_formula.question
     end = _last_index(by_formula)

@@ -45,6 +45,7 @@ from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import OURS, TRAINERS, TrainerName, trainer_title
+from highwater.nouns.trial import refuse_one_token
 from highwater.speed import BASIS_IN_WORDS, MEASURED, cost_of, predicted_step, rates_of
 from highwater.units import format_bytes, parse_memory
 
@@ -80,9 +81,7 @@ def predicted_question(
         for row in TOPICS["lengths"]:
             if row.name in settings:
                 raise UsageError(f"one length, and a {row.words}", hint=f"leave `{row.flag}` out")
-        if length_tokens < 2:
-            hint = "use `--length 2` or more: one to read, one to predict"
-            raise UsageError("a length of 1 token", hint=hint)
+        refuse_one_token(length_tokens)
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
     plans = [
         plan(
@@ -258,7 +257,7 @@ def _hardware_notes(where: Cluster, cells: Sequence[Cell]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionTask:
-    """A question, where and how it is answered, and what is said beside its predicted cells."""
+    """A question with all that its prediction needs and says: GPUs, limits, notes, prices."""
 
     question: Question
     where: Cluster
@@ -277,7 +276,7 @@ class PredictionTask:
 
 
 def prediction_of(task: PredictionTask, cells: tuple[CellPrediction, ...]) -> Prediction:
-    """The ``Prediction`` of a task whose cells are predicted."""
+    """Put predicted cells together to the answer of a task."""
     question = task.question
     where = task.where
     trainer = task.trainer
@@ -351,7 +350,7 @@ def with_frontier(
 
 
 def _token_s(question: Question, cell: Cell) -> float:
-    """Seconds per token at the native length; by an H200's rates if the GPU's are unknown."""
+    """Seconds a token at the native length, to order cells; by an H200's rates if unknown."""
     name = question.device_name if rates_of(question.device_name) else MEASURED
     step = predicted_step(
         question.model.shape,
@@ -365,7 +364,7 @@ def _token_s(question: Question, cell: Cell) -> float:
 
 
 def alone_at(question: Question, cell: Cell, length_tokens: int) -> Question:
-    """The question of one cell at one length."""
+    """The question with one cell and one length only."""
     grid = question.grid.replace(start_tokens=length_tokens, max_tokens=length_tokens)
     return question.replace(cells=(cell,), grid=grid)
 

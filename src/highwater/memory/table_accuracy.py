@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.predictor import predict_cells
@@ -60,7 +58,7 @@ class CapacityTable(Record, frozen=True, kw_only=True):
     """Capacities by GPU, model as the table names it, and cell; 0 if nothing fits."""
 
     def known_tokens(self, question: Question, cell: Cell) -> int:
-        """The capacity in tokens of a cell of one of ``questions``."""
+        """The longest length in tokens that the table has for this cell."""
         return self.capacity_tokens[question.device_name, question.model.name, cell]
 
 
@@ -194,7 +192,7 @@ def _no_table(path: Path, why: str) -> UsageError:
 
 def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
     """The question for one GPU and model; the model keeps the table's name, which may be a path."""
-    model = msgspec.structs.replace(load_model(model_name), name=model_name)
+    model = load_model(model_name).replace(name=model_name)
     native_tokens = model.shape.native_length_tokens
     return Question(
         model=model,
@@ -214,7 +212,7 @@ _Predict = Callable[[Question, MemoryLimit], tuple[CellPrediction, ...]]
 
 
 class SettingsAccuracy(Record, frozen=True, kw_only=True):
-    """Number of right predictions for one rung of a table."""
+    """How many cells of a table with these settings were predicted right, or a step off."""
 
     settings: str
     """Name of the rung in the table."""

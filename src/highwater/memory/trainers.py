@@ -41,7 +41,7 @@ _NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundledReplay:
-    """Traces that come with the package; their replay answers some cells instead of a formula."""
+    """Traces that come with the package, for cells that are answered by replay."""
 
     covers: Callable[[ModelShape, Cell], bool]
     """Returns whether there is a trace for a model's cell."""
@@ -53,7 +53,7 @@ class BundledReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Functions and data that predict one trainer's memory."""
+    """How one trainer's memory is predicted: its formula, its replays, its recorded trials."""
 
     formula: Formula
     """The trainer's memory in closed form."""
@@ -75,18 +75,18 @@ class TrainerMemory:
     """Raises UsageError for a trial that the trainer's file cannot express. None: it has all."""
 
     def by_formula(self, question: Question, cell: Cell, limit: MemoryLimit) -> FormulaPredictor:
-        """The closed form for a question, cell and memory limit; each length is computed once."""
+        """Predictor by formula of a cell; each length is computed once."""
         return FormulaPredictor(cache(self.formula), question, cell, limit)
 
     def predictor(self, question: Question, cell: Cell, limit: MemoryLimit) -> Predictor:
-        """The cell's bundled replay; its closed form if it has no trace, or has a rollout."""
+        """Predictor of a cell by replay; by formula if it has no trace, or a rollout beside it."""
         if self.replay and not limit.rollout and self.replay.covers(question.model.shape, cell):
             return self.replay.predictor(question, cell, limit)
         return self.by_formula(question, cell, limit)
 
 
 def _composed(memory: TrainerMemory, name: str) -> TrainerMemory:
-    """``memory`` of another trainer, whose step ``name`` runs, with ``name``'s own residuals."""
+    """How another trainer's step is predicted for ``name``, with ``name``'s own residuals."""
     taught = partial(study_residuals, trainer=cast(TrainerName, name), formula=memory.formula)
     return replace(memory, learn=taught)
 
@@ -154,7 +154,7 @@ def calibration_of(
     method: PredictionMethod = "formula",
     own: Sequence[Residual] = (),
 ) -> Calibration | None:
-    """Calibration of a question's intervals; None without recorded trials and ``own`` residuals."""
+    """What intervals are learned from; None without recorded trials and ``own`` residuals."""
     residuals = MEMORY[trainer].residuals
     bundled = residuals() if residuals else ()
     return calibrate(question, method, bundled=bundled, own=own) if bundled or own else None
@@ -171,7 +171,7 @@ def replayed_cells(question: Question, trainer: TrainerName, limit: MemoryLimit)
 def accuracy(
     question: Question, trainer: TrainerName, replayed: int, known: Calibration | None
 ) -> str:
-    """Sentence on the errors of predictions; ``replayed``: number of cells answered by replay."""
+    """Sentence on how far predictions were off; ``replayed`` cells were answered by replay."""
     row, cells = MEMORY[trainer], question.cells
     alone = row.accuracy if known else f"{row.accuracy}; {_NO_INTERVAL}"
     if REGISTRY[trainer].trains_by is not None:

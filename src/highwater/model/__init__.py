@@ -1,1 +1,1 @@
-"""Models as their ``config.json`` describes them: shapes, families, weight files, footprints."""
+"""Models as their ``config.json`` describes them: shapes, families, weight files, held bytes."""

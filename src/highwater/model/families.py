@@ -21,7 +21,7 @@ from highwater.nouns.codec import Record, packaged
 
 
 class Experts(Record, frozen=True, kw_only=True):
-    """Defaults of a mixture's class; a pair is a field of ``config.json`` and its default."""
+    """How a family's mixture of experts is read: config fields, and their defaults."""
 
     experts: int
     """Number of experts in one layer."""
@@ -43,7 +43,7 @@ class Experts(Record, frozen=True, kw_only=True):
 
 
 class Window(Record, frozen=True, kw_only=True):
-    """Rules for the layers of a family that attend within ``sliding_window``."""
+    """Which layers of a family attend within ``sliding_window``, and by which config field."""
 
     layers: str
     """Name of a rule in model/layer_kind.py, for configs without ``layer_types``."""
@@ -61,7 +61,7 @@ class Window(Record, frozen=True, kw_only=True):
 
 
 class LogitField(Record, frozen=True, kw_only=True):
-    """The config field by which a family's class scales or caps its logits."""
+    """The config field by which a family scales or caps logits, and what it does."""
 
     field: str
     does: Literal["times", "over", "cap"]
@@ -73,7 +73,7 @@ class LogitField(Record, frozen=True, kw_only=True):
 
 
 class Family(Record, frozen=True, kw_only=True):
-    """One family: its layers, and the defaults of its class."""
+    """One model type: which layers it has, and its class's defaults for missing fields."""
 
     is_trained: bool = True
     """False: the family is refused."""
@@ -211,12 +211,12 @@ def _letters(name: str) -> str:
 
 
 def family_row(name: str) -> Family:
-    """The row of a family; a row of defaults for a family without one."""
+    """What is known of a family; a row of defaults if nothing is."""
     return FAMILY_ROWS.get(name, _PLAIN)
 
 
 def value_of(config: Mapping[str, Any], field: str) -> Any:
-    """The value of a field in a config, else its default in the family; None without both."""
+    """Value of a config's field, else the default of the family's class; None without both."""
     if config.get(field) is not None or (field in config and field in _NULL_SAYS):
         return config[field]
     return family_row(config["model_type"]).defaults.get(field)

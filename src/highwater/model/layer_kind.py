@@ -27,7 +27,7 @@ Config = Mapping[str, Any]
 
 
 class Matrices(NamedTuple):
-    """Parameter tensors, of two or more dimensions, of the same size."""
+    """Parameter tensors of equal size: how many, their rows, and the numbers in a row."""
 
     number: int
     """Number of these tensors."""
@@ -83,12 +83,12 @@ class AttentionKind(Record, frozen=True, kw_only=True):
 
     @property
     def query_size(self) -> int:
-        """Elements of all query heads, per token; of all value heads with a delta rule."""
+        """Numbers per token in all query heads; with a delta rule in all value heads."""
         return self.query_heads * self.head_dim
 
     @property
     def key_size(self) -> int:
-        """Elements of all key heads, per token; without a delta rule, also of all value heads."""
+        """Numbers per token in all key heads; without a delta rule in all value heads as well."""
         return self.kv_heads * (self.head_dim if self.delta is None else self.delta.key_head_dim)
 
     @property
@@ -99,7 +99,7 @@ class AttentionKind(Record, frozen=True, kw_only=True):
 
     @property
     def matrices(self) -> tuple[tuple[int, bool], ...]:
-        """Projections from or to the hidden size: the other size, and True if it is the input."""
+        """Projections beside the hidden size: their other size, and True if that is the input."""
         query, key, delta = self.query_size, self.key_size, self.delta
         if delta is None:
             into = ((query * (1 + self.is_gated), False), (key, False), (key, False))
@@ -138,12 +138,12 @@ class MlpKind(Record, frozen=True, kw_only=True):
 
     @property
     def plain_width(self) -> int:
-        """Width of the MLP that every token goes through; 0 if all are experts."""
+        """Width of the MLP that every token passes; 0 if tokens go to experts alone."""
         return self.shared_width if self.is_routed else self.width
 
 
 class LayerKind(Record, frozen=True, kw_only=True):
-    """One layer: attention and MLP around a residual stream, a norm before or after each."""
+    """One layer of a decoder: its attention, its MLP and its norms."""
 
     hidden_size: int
     attention: AttentionKind
@@ -158,7 +158,7 @@ class LayerKind(Record, frozen=True, kw_only=True):
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied by: its own experts' only, without the router."""
+        """Weights that one token is multiplied by in the layer, of the experts only its own."""
         mlp = self.mlp
         widths = mlp.width * mlp.experts_per_token + mlp.shared_width
         attention = sum(size for size, _ in self.attention.matrices)
@@ -167,11 +167,11 @@ class LayerKind(Record, frozen=True, kw_only=True):
 
     @property
     def matrices(self) -> tuple[Matrices, ...]:
-        """Every parameter tensor of two or more dimensions."""
+        """Sizes of the layer's parameter matrices."""
         return _matrices(self)
 
     def beyond_even(self, shards: int) -> int:
-        """Elements added if each of ``shards`` GPUs had as many rows of a matrix as the first."""
+        """Elements of padding if each of ``shards`` GPUs had as many rows as the first has."""
         return _beyond_even(self, shards)
 
 

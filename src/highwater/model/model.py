@@ -93,7 +93,7 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
-        """The layers, from the embedding to the head, as runs of one kind."""
+        """The layers from embedding to head, as stretches of equal layers."""
         return self.layer_runs or _runs_by_sizes(self)
 
     @property
@@ -176,7 +176,7 @@ def _parameters(shape: ModelShape) -> int:
 
 @lru_cache(maxsize=256)
 def _runs_by_sizes(shape: ModelShape) -> tuple[LayerRun, ...]:
-    """The runs of a shape without ``layer_runs``: layers without experts, then the others."""
+    """Stretches of equal layers if no ``layer_runs`` say: those without experts come first."""
     usual = LayerKind(
         hidden_size=shape.hidden_size,
         attention=AttentionKind(
@@ -197,7 +197,7 @@ def _runs_by_sizes(shape: ModelShape) -> tuple[LayerRun, ...]:
 
 
 class Model(Record, frozen=True, kw_only=True):
-    """A model that can be trained: name, directory, shape, config digest."""
+    """A model that can be trained: its name, its directory, its shape, a digest of its config."""
 
     name: str
     """Name in tables and log paths: last part of the path or of the Hub's id, or the catalog's."""
@@ -301,7 +301,7 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
 
 
 def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:
-    """The runs of layers by all fields of the config, from a shape that has the sizes only."""
+    """Stretches of equal layers by all of the config, for a shape that has the sizes only."""
     dense = sizes.layers_without_experts(sizes.mixture())
     without, usual = shape.runs[0].kind, shape.runs[-1].kind
     has_unlike = family_row(shape.model_type).has_unlike_layers

@@ -45,7 +45,7 @@ PartEnding = Literal["refused", "ran out of memory", "crashed", "took too long",
 
 
 class Implementation(Record, frozen=True, kw_only=True):
-    """An attention that takes part in the benchmark."""
+    """One attention that ``bench attention`` measures: its pattern, and how it uses GPUs."""
 
     what: str
     modes: tuple[Mode, ...] = ("single",)
@@ -100,7 +100,7 @@ def implementations_named(words: Sequence[str], *, has_pattern: bool = False) ->
 
 
 class BenchOrder(Record, frozen=True, kw_only=True):
-    """A benchmark to run, as its processes read it."""
+    """The benchmark that ``bench attention`` runs: what it measures, on which GPUs, how long."""
 
     device: Device
     implementations: tuple[str, ...]
@@ -131,7 +131,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     """On the CPU: threads of each process."""
 
     def next_length(self, tried: Mapping[int, bool], *, most: int) -> int | None:
-        """Next length to measure, up to ``most``: named, or by doubling and bisection; or None."""
+        """Length to measure after those in ``tried`` (True: it ran); None: all are measured."""
         if self.lengths:
             left = (each for each in self.lengths if each <= most and each not in tried)
             return min(left, default=None)
@@ -172,13 +172,13 @@ class BenchOrder(Record, frozen=True, kw_only=True):
         return "; ".join(words)
 
     def alone(self, name: str) -> str:
-        """Name of the implementation, on one GPU, that implementation ``name`` is compared with."""
+        """Name of the attention on one GPU that ``name``, on several, is compared with."""
         own = IMPLEMENTATIONS[name].alone or name
         return "block_sparse" if name in self.patterns and own != name else own
 
 
 class BenchMachine(Record, frozen=True, kw_only=True):
-    """The machine that the benchmark ran on."""
+    """The machine that a benchmark ran on: its device, memory and package versions."""
 
     device_name: str
     memory_total_bytes: int
@@ -261,7 +261,7 @@ class NotRun(Record, frozen=True, kw_only=True):
 
 
 class BenchLine(Record, frozen=True, kw_only=True):
-    """One result of the benchmark: exactly one field is set."""
+    """One result of the benchmark as it comes: exactly one field is set, the others are None."""
 
     machine: BenchMachine | None = None
     check: BenchCheck | None = None
@@ -270,7 +270,7 @@ class BenchLine(Record, frozen=True, kw_only=True):
 
 
 class BenchShare(Record, frozen=True, kw_only=True):
-    """The work of one group of processes: a check and the cases of one implementation and mode."""
+    """The work of one group of processes: check one implementation and mode, measure its cases."""
 
     order: BenchOrder
     implementation: str = "dense"
@@ -325,7 +325,7 @@ class BenchShare(Record, frozen=True, kw_only=True):
 
 
 class BenchPart(Record, frozen=True, kw_only=True):
-    """Report of one process on its part of a case: a result, or the way it failed."""
+    """Report of one process on one case: its result, or the reason why it has none."""
 
     ending: PartEnding = "done"
     reason: str = ""

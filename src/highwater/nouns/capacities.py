@@ -19,7 +19,7 @@ Source = Literal["measured", "simulated", "predicted", "published"]
 
 
 class Capacity(Record, frozen=True, kw_only=True):
-    """A cell's bracket: the longest length that fit, the shortest that did not."""
+    """Longest length that fit in one cell (settings on a layout), and shortest that did not."""
 
     model_name: str
     config_digest: str | None
@@ -47,7 +47,7 @@ class Capacity(Record, frozen=True, kw_only=True):
     """File that has it, or the command that predicts it."""
 
     def fits(self, length_tokens: int) -> bool | None:
-        """True if a length fits, by its own trial or outside the bracket; None: unknown."""
+        """True if a length fits by the trials, False if not; None: they leave it open."""
         fails = self.does_not_fit_tokens
         if self.capacity_tokens < length_tokens and (fails is None or length_tokens < fails):
             return None
@@ -81,26 +81,26 @@ def simplest(capacities: tuple[Capacity, ...], length_tokens: int) -> Capacity |
 def may_be_simpler(
     capacities: tuple[Capacity, ...], length_tokens: int, found: Capacity | None
 ) -> bool:
-    """True if it is unknown whether a cell simpler than ``found``, or any cell, trains a length."""
+    """True if a cell with simpler settings than ``found`` (None: any) may train this length."""
     known = {capacity.cell for capacity in capacities if capacity.fits(length_tokens) is not None}
     unknown = (capacity.cell for capacity in capacities if capacity.cell not in known)
     return any(found is None or simplicity(cell) < simplicity(found.cell) for cell in unknown)
 
 
 def in_order(capacities: tuple[Capacity, ...]) -> list[Capacity]:
-    """Sort capacities by their settings, simplest first; full training before memory-only."""
+    """The capacities from the simplest settings on; of one cell full training comes first."""
     return sorted(capacities, key=lambda each: (simplicity(each.cell), each.is_memory_only))
 
 
 def study_capacities(study: Study) -> tuple[Capacity, ...]:
-    """Capacities that a study knows, of each cell of its question."""
+    """The capacities of all cells of a study's question, by answers and by trials so far."""
     return tuple(
         capacity for cell in study.question.cells for capacity in cell_capacities(study, cell)
     )
 
 
 def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
-    """A cell's capacities, by its answer or its trials so far: full training, then memory-only."""
+    """Capacities of one cell, by its answer or its trials so far: in full, then in memory only."""
     answer = study.answer_of(cell)
     if answer is None:
         memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
@@ -151,7 +151,7 @@ def _capacity(
 
 
 def _odd_tokens(study: Study, cell: Cell, fits: int, fails: int | None) -> tuple[int, ...]:
-    """Lengths whose trials contradict the bracket; all trials of one length have to fit."""
+    """Lengths whose trials contradict those around them, by the cell's edge."""
     fit_at: dict[int, bool] = {}
     for spec, result in study.told_by(cell):
         is_fit = study.question.counts_as_fit(result)

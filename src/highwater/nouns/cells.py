@@ -162,16 +162,29 @@ def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
 
 def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
     """Reason why a ring cannot share documents up to this length (None: unknown), else None."""
-    if shape.caps_scores:
+    return unringed(
+        longest_tokens,
+        caps_scores=shape.caps_scores,
+        widest_head=shape.widest_head,
+        window_tokens=shape.window_tokens,
+    )
+
+
+def unringed(
+    longest_tokens: int | None, *, caps_scores: bool, widest_head: int, window_tokens: int | None
+) -> str | None:
+    """Reason why no ring attends so in documents up to this length (None: unknown), else None;
+    ``widest_head`` is the largest size of a head, and ``window_tokens`` None without a window.
+    """
+    if caps_scores:
         return "a ring does not cap the scores of attention (attn_logit_softcapping)"
-    if shape.widest_head > WIDEST_FUSED_HEAD:
-        return f"a ring does not attend with heads of {shape.widest_head} numbers"
-    window = shape.window_tokens
-    if window is None or longest_tokens is None or longest_tokens <= window:
+    if widest_head > WIDEST_FUSED_HEAD:
+        return f"a ring does not attend with heads of {widest_head} numbers"
+    if window_tokens is None or longest_tokens is None or longest_tokens <= window_tokens:
         return None
     return (
         f"a ring shares no document of {format_tokens(longest_tokens)} tokens whose layers attend "
-        f"in a sliding window of {format_tokens(window)}"
+        f"in a sliding window of {format_tokens(window_tokens)}"
     )
 
 
@@ -185,7 +198,7 @@ def _sparse_obstacle(pattern: SparsePatternConfig, device: Device) -> str | None
 
 
 class _Degrees(NamedTuple):
-    """A requested layout, valid or not."""
+    """Degrees that a user asks for, which may not make a valid layout."""
 
     gpus: int
     ulysses: int
@@ -231,7 +244,7 @@ class _Degrees(NamedTuple):
 
 
 class _Bounds(NamedTuple):
-    """Limits within which layouts can work, for any number of GPUs."""
+    """What decides which layouts work: model, device, strategy and so on."""
 
     shape: ModelShape
     device: Device
@@ -313,7 +326,7 @@ class _Bounds(NamedTuple):
 def _offers(
     refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
 ) -> str:
-    """Flags that work: of the layouts nearest to the refused one, and of Ulysses alone."""
+    """Flags that would work: the nearest layouts to the refused ones, or Ulysses alone."""
     beside = ""
     if all(next(bounds.layouts(gpus), None) is None for gpus in counts):
         # several machines need copies, which FSDP1 has not

@@ -62,7 +62,7 @@ _WORD, _ALIKE = 3, 0.6
 
 
 class Cluster(Record, frozen=True, kw_only=True):
-    """GPUs of one kind, and the memory of each."""
+    """GPUs of one kind that a prediction is about, which need not be in this machine."""
 
     gpus: int
     device_name: str
@@ -94,7 +94,7 @@ class Cluster(Record, frozen=True, kw_only=True):
         return self.replace(gpus=min(own, self.gpus), machines=1)
 
     def machine(self) -> Machine:
-        """A machine with these GPUs; all its other properties are unknown."""
+        """A machine with these GPUs, to plan on; what else it has is unknown or 0."""
         gpu = Gpu(
             index=0,
             name=self.device_name,
@@ -139,7 +139,6 @@ def _cluster(named: _Named, gpu_memory_bytes: int | None, machine: Machine | Non
     count, name = named.gpus, named.kind
     if name is not None:
         kind = _kind(name, named, gpu_memory_bytes)
-        _refuse_unfit(kind)
         memory_bytes = kind.usable_bytes if gpu_memory_bytes is None else gpu_memory_bytes
         if memory_bytes is None:
             raise UsageError(
@@ -248,12 +247,6 @@ def _parse(text: str | None) -> _Named:
     return _Named(machines=count, gpus=count * own, kind=within[2])
 
 
-def _refuse_unfit(kind: GpuKind) -> None:
-    missing = lacking(kind)
-    if missing:
-        raise MachineError(f"{kind.name} has no {' and no '.join(missing)}", hint=f"use {_EXAMPLE}")
-
-
 def _counted(digits: str, text: str) -> int:
     if len(digits) > _DIGITS or not 1 <= int(digits) <= MOST_GPUS_PREDICTED:
         raise UsageError(
@@ -264,7 +257,9 @@ def _counted(digits: str, text: str) -> int:
 
 
 def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
-    """The GPU kind by its catalog or driver name. UsageError: unknown, or of different memory."""
+    """The GPU kind by its catalog or driver name. Raises UsageError for one that is unknown
+    or of different memory, MachineError for one that cannot train.
+    """
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     said = re.sub(r"[\s_-]+", " ", name.lower()).strip()
     found = kinds.get(name.lower()) or kind_of(name) or kind_by_number(name)
@@ -278,10 +273,10 @@ def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
     counted = _COUNT_ALONE.fullmatch(name) if named.gpus is None else None
     gpus = min(max(1, int(counted[1])), MOST_GPUS_OF_A_MACHINE) if counted else named.gpus
     asked = named._replace(gpus=gpus)
+    near = found or _near(name)
+    if near is not None and (missing := lacking(near)):  # of a near one, whose name is next
+        raise MachineError(f"{near.name} has no {' and no '.join(missing)}", hint=f"use {_EXAMPLE}")
     if found is None:
-        near = _near(name)
-        if near is not None:
-            _refuse_unfit(near)  # or its name would be refused next
         raise UsageError(
             f"the catalog has no GPU {name!r}; `highwater gpus` lists those that it has",
             hint=_meant(near, asked, gpu_memory_bytes, name),

@@ -139,7 +139,7 @@ index of 100,000 pieces has about 20 MiB, a state of a million steps as much."""
 
 
 def record_in(path: Path, kind: type[T], *, called: str, what: str, hint: str) -> T:
-    """Read a JSON record from a user's file, ``called`` so in errors; UsageError: not ``what``."""
+    """Read a user's JSON file as ``kind``; errors call it ``called``, and say it is no ``what``."""
     try:
         return from_json(read_file(path, most_bytes=CONFIG_BYTES), kind)
     except OSError as error:

@@ -42,7 +42,7 @@ def memory_limit(proc: Path = Path("/proc/self")) -> int | None:
 
 
 def counters(proc: Path = Path("/proc/self")) -> list[Path]:
-    """Files that count a group's kills; a hybrid of control groups 1 and 2 has both, 1 first."""
+    """Paths of the counters of killed processes; with control groups 1 and 2 both, 1 first."""
     try:
         groups = [line.split(":", 2) for line in _lines(proc / "cgroup")]
         # Split at each blank: a field may be empty, as what a tmpfs mounts.

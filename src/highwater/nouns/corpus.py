@@ -120,7 +120,7 @@ NOT_MONOTONE = (
 
 
 def packed_tokens(question: Question, cell: Cell, index: int) -> int:
-    """Tokens of a micro-batch of the length at ``index`` of the grid."""
+    """Tokens of one micro-batch if its sequences have the grid's length number ``index``."""
     length_tokens = question.grid.length(index)
     return length_tokens * cell.settings.sequences(
         length_tokens, context_degree=cell.layout.context_degree
@@ -128,13 +128,13 @@ def packed_tokens(question: Question, cell: Cell, index: int) -> int:
 
 
 def least_packed(question: Question, cell: Cell, size: int) -> int:
-    """The highest index in 1..``size`` with the fewest packed tokens; 1 without a token budget."""
+    """Number, in the grid's first ``size``, of the length with the fewest tokens a micro-batch."""
     shortest = (first for first, _ in question.growing_ranges(cell, size))
     return min(shortest, key=partial(packed_tokens, question, cell), default=1)
 
 
 class _PieceRange(NamedTuple):
-    """Lengths, in tokens, that a piece of a document may have on a device."""
+    """Fewest and most tokens that a piece of a document may have on a device."""
 
     shortest: int
     longest: int
@@ -155,7 +155,7 @@ _MOST_PADDING = 0.005
 
 
 def pieces(tokens: int, device: Device) -> int | None:
-    """Number of equal pieces to cut ``tokens`` into; 1: keep them whole; None: no number works."""
+    """Pieces that a memory-only trial cuts ``tokens`` into; 1: it stays whole; None: it cannot."""
     shortest, longest, block = _RANGES[device]
     if tokens <= longest:
         return 1
@@ -182,7 +182,7 @@ _MADE_AS = 1
 
 
 class MissingFiles(NamedTuple):
-    """Files that another trainer opens and a model's directory does not have."""
+    """Files of a model's directory that another trainer opens and that are not there."""
 
     weights: bool
     tokenizer: bool
@@ -204,7 +204,7 @@ def missing_files(directory: Path) -> MissingFiles:
 
 
 def prepared_name(source: Path, seed: int, missing: MissingFiles) -> str:
-    """Name of the directory to make; it changes with the files, the seed and the version."""
+    """Name of the directory with a completed model; it changes with files, seed and version."""
     files = {
         path.name: (path.stat().st_size, path.stat().st_mtime_ns)
         for path in source.iterdir()
@@ -222,7 +222,7 @@ def prepared_name(source: Path, seed: int, missing: MissingFiles) -> str:
 
 
 class DocumentOrder(Record, frozen=True, kw_only=True):
-    """Documents to write for another trainer."""
+    """Made-up documents that are written for a trial of another trainer."""
 
     path: str
     """Absolute path of the file of documents, JSON a line."""
@@ -236,7 +236,7 @@ class DocumentOrder(Record, frozen=True, kw_only=True):
 
 
 class PreparationOrder(Record, frozen=True, kw_only=True):
-    """Order to prepare documents or a model."""
+    """What to write before a trial of another trainer: documents, and a model's missing files."""
 
     model_directory: str
     """Absolute path of the user's directory, or the catalog's: it has ``config.json`` at least."""
@@ -248,7 +248,7 @@ class PreparationOrder(Record, frozen=True, kw_only=True):
 
 
 class Prepared(Record, frozen=True, kw_only=True):
-    """Result of a preparation."""
+    """The model's directory that another trainer's trial reads, once it is complete."""
 
     model_directory: str
     """The directory to train from: the order's, or one in the cache."""

@@ -42,7 +42,7 @@ IN_A_STEP: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "em
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """A kind of value, for settings whose values are not a fixed list."""
+    """How values of a setting are read and named in a help, if they are not a fixed list."""
 
     expected: str
     """The kind in words, for an error."""
@@ -59,7 +59,7 @@ class ValueKind:
     def __call__(
         self, default: T, help_: str, commands: str | tuple[str, ...] = (), **more: Any
     ) -> T:
-        """Declare a setting of this kind; arguments as for ``setting``."""
+        """Declare a setting with values of this kind; the arguments are those of ``setting``."""
         return setting(default, help_, self, commands=commands, **more)
 
 
@@ -163,11 +163,11 @@ class Setting:
         return self.kind is not None and self.kind.stands_alone
 
     def typed_for(self, value: Any) -> Any:
-        """Spelling of one of the setting's values as a user types it."""
+        """The word that a user types for this value; most values are typed as they are."""
         return self.typed.get(value, value)
 
     def label_of(self, value: Any) -> str:
-        """Text for this value in a label of settings; empty for the default, which is left out."""
+        """Words for the value in a label, as ``chunked loss``; empty for the default."""
         if value == self.default:
             return ""
         return self.labels[value] if value in self.labels else self.other_label.format(value)
@@ -222,7 +222,7 @@ class DeclaredRecord(Record, frozen=True, kw_only=True, metaclass=_Declaring):
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
-    """The values that a type lists, as texts."""
+    """Values that a ``Literal`` type, or a union with some, allows, as texts; else none."""
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     return tuple(dict.fromkeys(name for inner in get_args(kind) for name in choices_of(inner)))
@@ -254,7 +254,7 @@ class RefusedError(UsageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """A way to give settings: typed as flags, written in a file, or passed from Python."""
+    """How a user names settings: as flags, as keys of a file, or as keywords in Python."""
 
     setting: Callable[[str, Any], str]
     """Spells a setting with a value."""
@@ -263,7 +263,7 @@ class Spelling:
     is_typed: bool = False
 
     def name(self, setting: str) -> str:
-        """Spell a setting without a value."""
+        """The setting's name as a user gives it here: ``--mlp-tiles`` or ``mlp_tiles``."""
         return flag_of(setting) if self.is_typed else setting
 
     def refused(self, error: RefusedError) -> UsageError:

@@ -26,7 +26,7 @@ ENV_BEFORE_IN_WORDS = f"before PyTorch 2.9 the variable is {ALLOCATOR_VARIABLES[
 
 
 def allocator_environment(allocator: Allocator) -> dict[str, str]:
-    """Variables that tell the allocator its mode, to be set before any process starts."""
+    """Environment variables that put PyTorch's allocator into a mode; set before it starts."""
     return dict.fromkeys(ALLOCATOR_VARIABLES, ALLOCATOR_MODES[allocator])
 
 
@@ -122,12 +122,12 @@ class Profiling(Record, frozen=True, kw_only=True):
             raise _refused(f"max_entries {self.max_entries}: 1 or more, {MOST_ENTRIES:,} at most")
 
     def records(self, rank: int) -> bool:
-        """True if the rank writes snapshots."""
+        """True if the rank's memory is to be recorded."""
         return self.ranks == "all" or rank in self.ranks
 
 
 class SnapshotOrder(Record, frozen=True, kw_only=True):
-    """Snapshots that one launch of a trial shall write: where, and which."""
+    """The snapshots that one launch of a trial writes: into which folder, of which steps."""
 
     directory: str
     """Absolute path of a folder for this launch alone: ``LOG/memory_snapshots``."""

@@ -19,7 +19,7 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256
 
 
 class ColumnSums(NamedTuple):
-    """Scratch bytes of one sum over rows."""
+    """Bytes of scratch memory that PyTorch's kernel takes to sum a matrix over its rows."""
 
     partial_bytes: int = 0
     """Float32 numbers: for each column and block that shares it, as many as a block has columns."""
@@ -92,7 +92,7 @@ TraceEvent = Allocate | Free | GiveBack | Enter | ReleaseCached
 
 
 class TraceOrder(Record, frozen=True, kw_only=True):
-    """A step for the tracer to trace."""
+    """A training step that the tracer records on fake tensors, in a process of its own."""
 
     spec: TrialSpec
     rank: int = 0
@@ -108,7 +108,7 @@ class TraceOrder(Record, frozen=True, kw_only=True):
 
 
 class EventLog(Record, frozen=True, kw_only=True):
-    """One rank's events from its first allocation to the end of its last step."""
+    """All allocator events of one rank, from the first allocation to the end of its last step."""
 
     schema_version: int = 1
     source: Literal["traced", "recorded"]

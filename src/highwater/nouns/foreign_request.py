@@ -73,7 +73,7 @@ def split_words(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
 
 
 def placeholders_of(words: tuple[str, ...]) -> frozenset[str]:
-    """The placeholders in a command's words."""
+    """Names of the placeholders in a user's command, which a trial fills in."""
     return frozenset(name for word in words for name in _named(word, word))
 
 
@@ -123,7 +123,7 @@ _OTHER_LAUNCHERS = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate-launc
 
 
 class LaunchedCommand(NamedTuple):
-    """A command for accelerate to start, and the program of that accelerate."""
+    """A user's command without the ``accelerate launch`` before it, and that accelerate."""
 
     program: str
     words: tuple[str, ...]
@@ -281,7 +281,7 @@ def program_of(request: Request) -> str | None:
 
 
 def with_one_count(request: Request, foreign: ForeignTrainer) -> Request:
-    """The request, with one GPU if it names no number and its command has no place for a number."""
+    """The request on one GPU, if it names no number and its command has no place for one."""
     traits = FOREIGN[foreign.trainer]
     if traits.is_launched or not traits.is_typed or request.gpus is not None:
         return request

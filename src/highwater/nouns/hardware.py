@@ -152,20 +152,21 @@ def lacking(kind: GpuKind) -> tuple[str, ...]:
     return tuple(name for name, there in has.items() if not there)
 
 
-def refuse_unfit_gpu(driver_name: str, compute_capability: tuple[int, int]) -> None:
-    """Raise MachineError for a GPU without bf16 or without the flash kernels."""
+def unfit_gpu(driver_name: str, compute_capability: tuple[int, int]) -> MachineError | None:
+    """The error for a GPU without bf16 or without the flash kernels; None if it can train."""
     kind = kind_of(driver_name)
     missing = lacking(kind) if kind is not None else ()
     if compute_capability < OLDEST_CAPABILITY:
         missing = ("bf16", "flash attention")
-    if missing:
-        major, minor = compute_capability
-        oldest = ".".join(map(str, OLDEST_CAPABILITY))
-        raise MachineError(
-            f"{driver_name} (compute capability {major}.{minor}) has no {' and no '.join(missing)}",
-            hint=f"train on a GPU of compute capability {oldest} or newer, or `{CPU_SEARCH}` on "
-            "the CPU",
-        )
+    if not missing:
+        return None
+    major, minor = compute_capability
+    oldest = ".".join(map(str, OLDEST_CAPABILITY))
+    return MachineError(
+        f"{driver_name} (compute capability {major}.{minor}) has no {' and no '.join(missing)}",
+        hint=f"train on a GPU of compute capability {oldest} or newer, or `{CPU_SEARCH}` on "
+        "the CPU",
+    )
 
 
 class Reading(Record, frozen=True, kw_only=True):
@@ -179,7 +180,7 @@ class Reading(Record, frozen=True, kw_only=True):
 
 
 class Constants(Record, frozen=True, kw_only=True):
-    """Measured memory outside the allocator on ``gpus`` GPUs of a kind, a process on each."""
+    """Memory outside the allocator as measured on ``gpus`` GPUs of one kind, a process on each."""
 
     schema_version: int = 1
     device_name: str
@@ -193,7 +194,7 @@ class Constants(Record, frozen=True, kw_only=True):
 
     @property
     def context_bytes(self) -> int:
-        """Bytes outside the allocator of all readings but NCCL's."""
+        """Bytes of one GPU outside the allocator that are not NCCL's."""
         others = (reading for reading in self.readings if reading.name not in OF_NCCL)
         return sum(reading.outside_bytes for reading in others)
 

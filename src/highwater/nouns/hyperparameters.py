@@ -14,7 +14,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class NumberRange(NamedTuple):
-    """Allowed range of a hyperparameter: in words, and as a predicate."""
+    """The allowed values of a number, in words for an error and as a test."""
 
     words: str
     holds: Callable[[float], bool]
@@ -28,7 +28,7 @@ _ABOVE_1 = NumberRange("above 1, or 0 for none", lambda value: value == 0 or val
 
 
 class LossPart(NamedTuple):
-    """A part of an objective's loss, to which hyperparameters belong."""
+    """A part of an objective's loss, such as the clipping of GRPO, with numbers of its own."""
 
     absent: str
     """Words for a loss without this part."""

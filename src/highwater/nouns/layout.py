@@ -19,7 +19,7 @@ USUAL_GPUS_OF_A_MACHINE = 8
 
 
 class Layout(Record, frozen=True, kw_only=True):
-    """The number of GPUs of a trial, and the degrees of parallelism they are split into."""
+    """How the GPUs of a trial work together: how many share a sequence, or keep copies."""
 
     gpus: int = 1
     """Processes, one per GPU (on the CPU: one per worker)."""
@@ -103,7 +103,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def slug(self) -> str:
-        """The degrees in paths: ``sp-1``, ``sp-2+ring-3``; the first always, as was published."""
+        """The degrees as part of a path: ``sp-1``, ``sp-2+ring-3``; Ulysses is always there."""
         (first, ulysses_degree), *others = self._spelled
         more = (f"{each.slug}-{degree}" for each, degree in others if degree > 1)
         return "+".join((f"{first.slug}-{ulysses_degree}", *more))
@@ -115,7 +115,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def degree_settings(self) -> dict[str, int]:
-        """The degrees by setting, ``{"ulysses": 2}``: the first always, others that are not 1."""
+        """Degrees by the setting's name, as ``{"ulysses": 2}``; only Ulysses' may be 1."""
         first, *others = self._spelled
         return {
             spelling.setting: degree
@@ -123,7 +123,7 @@ class Layout(Record, frozen=True, kw_only=True):
         }
 
     def across(self, machines: int) -> "Layout":
-        """This layout on each of ``machines`` machines, with a copy of the states on each."""
+        """The layout of ``machines`` such machines, each of which has a copy of the states."""
         return self.replace(
             gpus=self.gpus * machines,
             replicate_degree=self.replicate_degree * machines,
@@ -141,7 +141,7 @@ class Layout(Record, frozen=True, kw_only=True):
         )
 
     def without(self, settings: Collection[str]) -> "Layout":
-        """The same GPUs with the degrees of these settings set to 1."""
+        """The layout of as many GPUs with the degrees of these settings set to 1."""
         fields = (each.field for each in _SPELLINGS if each.setting in settings)
         return self.replace(**dict.fromkeys(fields, 1))
 
@@ -151,7 +151,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
 
 class _Spelling(NamedTuple):
-    """How one degree is spelled in records, labels, paths and settings."""
+    """How one degree is written in records, labels, paths and flags."""
 
     field: str
     label: str
@@ -211,7 +211,7 @@ WIDEST_FUSED_HEAD = 256
 
 
 class Stretch(NamedTuple):
-    """The queries and keys, of one document and head, that plain attention computes at once."""
+    """The queries and keys of one document and head whose scores are in memory at once."""
 
     rows: int
     """Number of queries."""

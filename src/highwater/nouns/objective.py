@@ -38,7 +38,7 @@ Advantages = Literal["none", "groups", "tokens"]
 
 
 class ObjectiveTraits(Record, frozen=True, kw_only=True):
-    """What an objective needs from the data, of models, and in the time before the update."""
+    """What one objective (sft, dpo, grpo …) needs of data, of further models, and of time."""
 
     pairs: bool = False
     """Documents come in pairs, the chosen one first, and the loss is a mean over all pairs of the
@@ -68,7 +68,7 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
 
     @property
     def is_of_plain_documents(self) -> bool:
-        """True if each document is trained on by itself: neither paired nor rewarded."""
+        """True if documents are trained one by one, as in sft: no pairs, no rewards."""
         return not self.pairs and self.advantages == "none"
 
     @property
@@ -109,13 +109,13 @@ GENERATIONS = 8
 
 
 def generation_micro_batches(rows: int, gpus: int, generations: int = GENERATIONS) -> int:
-    """Fewest micro-batches, of ``rows`` sequences on each GPU, that together hold whole groups."""
+    """Fewest micro-batches of ``rows`` sequences a GPU that have whole groups of completions."""
     together = rows * gpus
     return math.lcm(generations, together) // together
 
 
 class RolloutRequest(DeclaredRecord, frozen=True, kw_only=True):
-    """Settings of the inference engine that generates for GRPO and PPO: predicted, never run."""
+    """Settings of the engine that generates for GRPO and PPO; it is predicted, and never run."""
 
     rollout: Literal["vllm"] | None = setting(
         None,
@@ -149,7 +149,7 @@ class RolloutRequest(DeclaredRecord, frozen=True, kw_only=True):
 
 
 class RolloutTraits(Record, frozen=True, kw_only=True):
-    """A trainer's defaults for its inference engine; the values here are verl's."""
+    """Defaults of a trainer's engine for generation; a field's own default is verl's."""
 
     utilization: float = 0.5
     sleep_levels: tuple[int, ...] = (2, 0, 1)
@@ -162,7 +162,7 @@ class RolloutTraits(Record, frozen=True, kw_only=True):
 
 
 class Rollout(RolloutRequest, frozen=True, kw_only=True):
-    """A requested rollout; settings that were not named have the trainer's defaults."""
+    """The engine that generates, with a trainer's defaults for what nobody named."""
 
     own_gpus: int
     """GPUs of its own; 0: it shares the training's."""
@@ -194,7 +194,7 @@ STREAMED_BUFFERS = 2
 
 
 class OptimizerTraits(NamedTuple):
-    """Memory and requirements of an optimizer."""
+    """What an optimizer stores for each number, and which package it needs."""
 
     words: str
     moment_bytes: int
@@ -329,7 +329,7 @@ def outer_adapter_matrices(shape: ModelShape, lora: Lora) -> tuple[Matrices, ...
 
 
 def expert_adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
-    """Matrices A and B of the adapters on a layer's experts, each with the ranks of all experts."""
+    """A and B of the adapters on all experts of one layer: their ranks are added up."""
     of_experts = expert_targets(model_type, lora) if kind.mlp.experts > 1 else {}
     hidden, width = kind.hidden_size, kind.mlp.width
     sizes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}

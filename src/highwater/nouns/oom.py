@@ -110,7 +110,7 @@ def exhausted_memory(
 
 
 def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
-    """Which memory ran out, by the last lines of an aborted process's output; None: neither did."""
+    """The memory that an aborted process lacked, by the end of its output; None: neither."""
     words = _ABORT.match(output, max(0, output.rfind("terminate called after throwing")))
     if words is None:
         return None

@@ -7,7 +7,7 @@ import msgspec
 
 from highwater.errors import HighwaterError, ModelError, UsageError
 from highwater.model.families import family_row
-from highwater.model.footprint import PROCESS_BYTES, device_state_bytes
+from highwater.model.held_bytes import PROCESS_BYTES, device_state_bytes
 from highwater.model.model import Model, load_model
 from highwater.model.rope import ends_at_native, unscalable, yarn
 from highwater.nouns.cells import cells_of, within_token_budget
@@ -45,7 +45,7 @@ from highwater.nouns.trainer import (
     TrainerName,
     foreign_name,
 )
-from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
+from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec, refuse_one_token
 from highwater.nouns.trial_hardware import TrialHardware, check_host_memory, cpu_memory, hardware_of
 from highwater.units import format_bytes, format_seconds, format_tokens
 
@@ -92,23 +92,24 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
     return longest, notes
 
 
-def refuse_other_class(model: Model, trainer: str) -> None:
-    """Raise UsageError for models that another trainer trains differently: the text part of a
+def other_class(model: Model, trainer: str) -> UsageError | None:
+    """The error for a model that another trainer trains differently, else None: the text part of a
     multimodal model, whose vision tower it also keeps on the GPU, which no prediction counts; and
     linear attention, which each trainer computes with different kernels.
     """
     if model.shape.delta is not None and trainer != OURS:
-        raise UsageError(
+        return UsageError(
             f"{model.name} has layers of linear attention, and nobody has compared how {trainer} "
             f"trains them",
             hint=f"leave `--trainer {trainer}` out: our own trainer trains them",
         )
     if model.text_of is not msgspec.UNSET and trainer != OURS:
-        raise UsageError(
+        return UsageError(
             f"{model.name} is of the family {model.text_of}, whose vision tower {trainer} loads, "
             f"too: its memory is not counted",
             hint=f"leave `--trainer {trainer}` out: our own trains the text model alone",
         )
+    return None
 
 
 def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:
@@ -209,7 +210,7 @@ _NOT_IN_PIECES = (
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """The question to answer, and notes for the user before the search starts."""
+    """The question that a search answers, with its limits of time and notes for the user."""
 
     question: Question
     notes: tuple[str, ...] = ()
@@ -241,7 +242,8 @@ def plan(
         request = request.replace(memory=cpu_memory(request, machine))
     of_memory = memory_notes(asked, device, request.memory_bytes)
     foreign = foreign_of(request)
-    refuse_other_class(model, trainer if foreign is None else foreign.trainer)
+    if (error := other_class(model, trainer if foreign is None else foreign.trainer)) is not None:
+        raise error
     if foreign is not None:
         planned = _foreign_plan(request, machine, model, device, foreign)
         return planned.replace(notes=(*of_memory, *planned.notes))
@@ -348,10 +350,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     """One trial of a request: the cheapest rung and one GPU, unless the request names others.
     Raises the errors of ``plan``, and UsageError if the request names several layouts.
     """
-    if length_tokens < 2:
-        raise UsageError(
-            "a length of 1 token", hint="use `--length 2` or more: one to read, one to predict"
-        )
+    refuse_one_token(length_tokens)
     model = load_model(request.model)
     gpus, is_limited = max(request.gpus or (1,)), request.memory is not None
     if request.device is None and not machine.gpus and gpus == 1 and not is_limited:
@@ -390,7 +389,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
 
 
 def alone(request: Request, length_tokens: int) -> Request:
-    """The request narrowed to one length and one rung."""
+    """The request narrowed to one length, and to one of the settings that a search compares."""
     return request.replace(
         proof="full",
         attention_depth=None,
@@ -414,7 +413,7 @@ def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int)
 
 
 def gpus_hint(request: Request, length_tokens: int) -> str:
-    """A hint to type if this machine has no GPU and the request needs one."""
+    """Hint for a request that needs a GPU where none is: run it elsewhere, predict it here."""
     asked = f"{shlex.quote(request.model)} --gpus 1xH100-80GB --length {length_tokens}"
     return f"start it where GPUs are; `highwater predict {asked}` says how many it takes"
 

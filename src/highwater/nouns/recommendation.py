@@ -20,7 +20,7 @@ AlternativeKind = Literal["more GPUs", "a larger GPU", "more host memory", "tech
 
 
 class StepTime(Record, frozen=True, kw_only=True):
-    """Time of a training step: measured in a trial, or predicted from the GPU kind's rates."""
+    """Time of one training step, and tokens per second; measured in a trial, or predicted."""
 
     time_s: float
     source: Source
@@ -34,7 +34,7 @@ class StepTime(Record, frozen=True, kw_only=True):
 
 
 class Candidate(Record, frozen=True, kw_only=True):
-    """One cell, judged at the requested length."""
+    """One cell (settings on a layout) of a recommendation: whether the length fits there."""
 
     cell: Cell
     is_lowered: bool
@@ -80,7 +80,7 @@ class Candidate(Record, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """``expandable, 4 GPUs, Ulysses 2``, and the sequences, if fewer than by default."""
+        """Settings and layout in words; with the number of sequences if fewer than by default."""
         if not self.is_lowered:
             return self.cell.label
         sequences = counted(self.cell.settings.sequences_per_micro_batch, "sequence")
@@ -88,12 +88,12 @@ class Candidate(Record, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Sort key of candidates, the simplest first; a lowered budget is simpler than offload."""
+        """Key that sorts candidates, the simplest first; fewer sequences come before offload."""
         return order(self.cell, is_lowered=self.is_lowered)
 
 
 def order(cell: Cell, *, is_lowered: bool) -> tuple[int, ...]:
-    """Sort key of cells, the simplest first; ``is_lowered``: token budget below the default."""
+    """Key that sorts cells, the simplest first; ``is_lowered``: it has fewer sequences."""
     offload, *others = simplicity(cell)
     return (offload, int(is_lowered), *others)
 
@@ -120,7 +120,7 @@ class Alternative(Record, frozen=True, kw_only=True):
 
 
 class FileChange(Record, frozen=True, kw_only=True):
-    """One change of the user's own trainer file, or of the run's environment."""
+    """One change of the user's own trainer file, or of the environment, and what it frees."""
 
     words: str
     """In the trainer's own keys, for example ``micro_batch_size: 1``, between backticks."""
@@ -129,7 +129,7 @@ class FileChange(Record, frozen=True, kw_only=True):
 
 
 class Recommendation(Record, frozen=True, kw_only=True):
-    """Every candidate at one length, the simplest first, and the one to use."""
+    """All cells of a question judged at one length, the simplest first, and the one to use."""
 
     schema_version: int = 1
     model_name: str
@@ -193,7 +193,7 @@ class Recommendation(Record, frozen=True, kw_only=True):
 
 
 class Query(Record, frozen=True, kw_only=True):
-    """A question for ``recommend`` about the model, GPUs and settings of a study or prediction."""
+    """Model, GPUs and settings of a study or prediction, to ask ``recommend`` about them."""
 
     model: str
     """Catalog name, or directory."""
@@ -209,7 +209,7 @@ class Query(Record, frozen=True, kw_only=True):
     """Fields of ``Request``, and their values, that all cells share and that are not defaults."""
 
     def arguments(self, *, gpus: int) -> dict[str, Any]:
-        """Keywords of ``recommend``, without the length."""
+        """The query as keywords of ``recommend`` for ``gpus`` GPUs, without the length."""
         limits = {"gpu_memory": self.gpu_memory_bytes, "reserved": self.reserved_bytes or None}
         return {
             "model": self.model,
@@ -221,7 +221,7 @@ class Query(Record, frozen=True, kw_only=True):
         }
 
     def words(self, *, gpus: int, length_tokens: int) -> tuple[str, ...]:
-        """Words to type that ask this query for ``gpus`` GPUs and a length."""
+        """Words to type after ``highwater`` that ask this query for ``gpus`` GPUs and a length."""
         asked = self.arguments(gpus=gpus)
         studies = asked.pop("studies", ())
         if asked["trainer"] == OURS:

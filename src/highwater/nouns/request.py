@@ -408,7 +408,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> Settings:
-        """The settings that all rungs share; the ladder sets allocator and loss."""
+        """Settings of every trial, with allocator and loss at defaults: a search varies those."""
         fields = (field for field in Settings.__struct_fields__ if field not in _OF_THE_LADDER)
         named = ((field, getattr(self, field)) for field in fields)
         # "auto" is left at the default: the cells that are made say what it is
@@ -428,7 +428,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def rollout_request(self) -> RolloutRequest:
-        """The settings of the engine that generates."""
+        """The settings of the engine that generates; equal to the defaults if none is named."""
         return RolloutRequest(
             **{name: getattr(self, name) for name in RolloutRequest.__struct_fields__}
         )
@@ -440,7 +440,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Bound on the memory of each GPU; None: the whole card."""
+        """Bytes of each GPU that trials may take; None: the whole card."""
         if self.memory is None or self.device == "cpu":
             return None if self.memory is None else parse_bytes(str(self.memory))
         return card_memory(str(self.memory), parse_bytes)
@@ -452,7 +452,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def margin_bytes(self) -> int:
-        """Headroom that a length must leave."""
+        """Headroom in bytes that a length must leave on every GPU to count as fitting."""
         return parse_memory(str(self.headroom or 0))
 
     @property
@@ -487,7 +487,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def budget_s(self) -> float | None:
-        """Time limit of the whole search in seconds; None: no limit was named."""
+        """Seconds that the whole search may take; None: no limit was named."""
         return None if self.budget is None else parse_seconds(str(self.budget))
 
 
@@ -636,7 +636,7 @@ def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple
 
 
 def values_of(settings: Settings) -> dict[str, Any]:
-    """These settings as values of a request, by the request's field names."""
+    """The settings by the names that a request has for them."""
     values = {row.name: row.typed_for(getattr(settings, field)) for field, row in RUNG_ROWS.items()}
     if settings.token_budget_tokens is not None:
         del values["sequences_per_micro_batch"]

@@ -72,7 +72,7 @@ PATTERN_FIELDS = (
 
 
 class ActivationPlan(Record, frozen=True, kw_only=True):
-    """Places of each layer's activations, on the GPU or the host. Layers count from 0."""
+    """Which layers keep their activations on the GPU, and which on the host; the first is 0."""
 
     layers: int
     layers_on_gpu: int
@@ -80,7 +80,7 @@ class ActivationPlan(Record, frozen=True, kw_only=True):
 
     @property
     def layers_on_host(self) -> int:
-        """Number of first layers whose activations go to the host."""
+        """Number of layers, from the first on, whose activations go to the host."""
         return max(0, self.layers - self.layers_on_gpu)
 
     def first_on_gpu(self, layer: int) -> int:
@@ -91,7 +91,7 @@ class ActivationPlan(Record, frozen=True, kw_only=True):
 
 
 class Settings(DeclaredRecord, frozen=True, kw_only=True):
-    """Settings of a training step: loss, allocator, offload and so on; a rung of the ladder."""
+    """Settings of one training step: loss, allocator, offload, optimizer, adapters and so on."""
 
     strategy: Strategy = setting(
         "fsdp2", "how parameters, gradients and optimizer states are sharded"
@@ -151,7 +151,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         labels={True: "paged"},
         told={True: ("moments paged", "the optimizer's moments in paged memory")},
     )
-    """By bitsandbytes' source, and never measured here (``paged_bytes`` in model/footprint.py)."""
+    """By bitsandbytes' source, and never measured here (``paged_bytes`` in model/held_bytes.py)."""
     parameters: Parameters = setting(
         "float32",
         "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
@@ -404,7 +404,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def traits(self) -> ObjectiveTraits:
-        """The traits of the objective."""
+        """What the objective needs of data and models."""
         return TRAITS[self.objective]
 
     @property
@@ -438,7 +438,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def optimizer_traits(self) -> OptimizerTraits:
-        """The traits of the optimizer."""
+        """What the optimizer stores for each number."""
         return OPTIMIZERS[self.optimizer]
 
     @property
@@ -463,12 +463,12 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def holds_logits(self) -> bool:
-        """True if the logits of a whole micro-batch are in memory at once."""
+        """True if the logits of a whole micro-batch exist at once, as without a chunked loss."""
         return self.loss == "full" and self.entropy != "chunked" and not self.traits.gives_scalars
 
     @property
     def label(self) -> str:
-        """The settings' name in published guides: ``vanilla``, ``Env``, ``Env + Offload``."""
+        """Name of the settings as in published guides: ``vanilla``, ``Env``, ``Env + Offload``."""
         parts = (row.label_of(getattr(self, row.sets)) for row in _IN_A_LABEL)
         return " + ".join(filter(None, parts)) or "vanilla"
 
@@ -677,7 +677,7 @@ _IN_A_TABLE, _IN_A_SENTENCE = 0, 1
 
 
 def shared_training(every: Iterable[Settings]) -> str:
-    """The kind of training that all settings share: ``LoRA of rank 16``; empty: usual or mixed."""
+    """Words for the training that all settings share, as ``LoRA of rank 16``; empty if usual."""
     said = {", ".join(other_training(settings)) for settings in every}
     return said.pop() if len(said) == 1 else ""
 
@@ -720,7 +720,7 @@ def settings_in_words(
 
 
 def _words(settings: Settings, where: int) -> dict[str, str]:
-    """Words for each setting that is no default and not in ``other_training``, by name."""
+    """Words for each setting that differs from its default, by the setting's name."""
     told: dict[str, str] = {}
     for row in _IN_A_LABEL:
         value = getattr(settings, row.sets)

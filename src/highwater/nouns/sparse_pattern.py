@@ -120,7 +120,7 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
         return self.pattern_type == "block_top_k"
 
     def at(self, length_tokens: int) -> "SparsePatternConfig":
-        """The pattern for parts of a sequence: ``adaptive`` becomes the whole length's ratio."""
+        """The pattern for parts of a sequence of this length: ``adaptive`` becomes a number."""
         if self.sparsity_ratio != "adaptive":
             return self
         return self.replace(sparsity_ratio=self.ratio_at(length_tokens))

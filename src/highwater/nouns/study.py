@@ -21,7 +21,7 @@ CEILING_TOKENS = 1024**2
 
 
 class Grid(Record, frozen=True, kw_only=True):
-    """The lengths that are tried from ``start_tokens`` on, longer steps past the native length."""
+    """The lengths that a search may try: from ``start_tokens`` on, in steps."""
 
     start_tokens: int
     step_tokens: int
@@ -63,7 +63,7 @@ class Grid(Record, frozen=True, kw_only=True):
         return self.index_at_most(self.max_tokens)
 
     def length(self, index: int) -> int:
-        """Tokens at ``index`` (1 is the start length)."""
+        """Tokens of the length number ``index``; 1 is the start length."""
         within = self._indices_up_to_native
         if index <= within:
             return self.start_tokens + (index - 1) * self.step_tokens
@@ -71,7 +71,7 @@ class Grid(Record, frozen=True, kw_only=True):
         return last + (index - within) * self.beyond_step_tokens
 
     def index_at_most(self, tokens: int) -> int:
-        """Largest index whose length is at most ``tokens``; 0 when even the start is longer."""
+        """Number of the longest length that has at most ``tokens``; 0 if none has."""
         if tokens < self.start_tokens:
             return 0
         within = self._indices_up_to_native
@@ -82,7 +82,7 @@ class Grid(Record, frozen=True, kw_only=True):
 
     @property
     def _indices_up_to_native(self) -> int:
-        """Number of lengths by ``step_tokens``, up to the first that is native or longer."""
+        """Number of grid lengths up to the first that is native or longer."""
         below = self.native_length_tokens - self.start_tokens
         return 1 + max(0, -(-below // self.step_tokens))
 
@@ -128,7 +128,7 @@ Limit = Literal["memory", "host_memory", "ceiling", "time", "inconclusive"]
 
 
 class Cell(Record, frozen=True, kw_only=True):
-    """Settings on a layout of GPUs. A cell is what has a capacity."""
+    """Settings on a layout of GPUs: a study looks for the longest length of each cell."""
 
     layout: Layout
     settings: Settings
@@ -156,7 +156,7 @@ class Cell(Record, frozen=True, kw_only=True):
 
 
 class Question(Record, frozen=True, kw_only=True):
-    """The question of a study. Equal keys mean the same question."""
+    """All that a study's answers depend on: model, GPUs, cells, lengths, and how trials run."""
 
     model: Model
     device: Device
@@ -217,7 +217,7 @@ class Question(Record, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> Literal["measured", "simulated"]:
-        """Source of the figures of its trials."""
+        """``simulated`` for a dry run, whose trials train nothing, else ``measured``."""
         return "simulated" if self.simulated else "measured"
 
     @property
@@ -237,7 +237,7 @@ class Question(Record, frozen=True, kw_only=True):
         )
 
     def size_of(self, cell: Cell) -> int:
-        """Number of the grid's lengths that a cell can try: a token budget may end them earlier."""
+        """How many of the grid's lengths a cell can try; a token budget may hold fewer."""
         longest = cell.settings.longest_tokens(context_degree=cell.layout.context_degree)
         if longest is None:
             return self.grid.size
@@ -301,7 +301,7 @@ class Question(Record, frozen=True, kw_only=True):
 
 
 class MemoryOnlyFit(Record, frozen=True, kw_only=True):
-    """A length that a memory-only trial proved: it fits in memory, but was not trained."""
+    """A length that fit in a memory-only trial: the step has room, but it was not trained."""
 
     length_tokens: int
     peak_reserved_bytes: int | None
@@ -310,7 +310,7 @@ class MemoryOnlyFit(Record, frozen=True, kw_only=True):
 
 
 class CellAnswer(Record, frozen=True, kw_only=True):
-    """One cell's longest length that fit, the next that did not, and how sure that is."""
+    """Answer for one cell: the longest length that fit, and the next that did not."""
 
     cell: Cell
     capacity_tokens: int | None
@@ -339,7 +339,7 @@ class CellAnswer(Record, frozen=True, kw_only=True):
 
     @property
     def reach_tokens(self) -> int | None:
-        """Longest length that was seen to fit, in full or memory-only."""
+        """Longest length that fit in any trial, in full or in memory only; None: no length did."""
         return self.capacity_tokens if self.memory_only is None else self.memory_only.length_tokens
 
     @property
@@ -354,7 +354,7 @@ class CellAnswer(Record, frozen=True, kw_only=True):
 
 
 class UnprovenAnswer(Record, frozen=True, kw_only=True):
-    """An answer in a study that its trials do not prove."""
+    """A cell's answer in a study file whose trials do not prove it, and why."""
 
     answer: CellAnswer
     why: str
@@ -362,7 +362,7 @@ class UnprovenAnswer(Record, frozen=True, kw_only=True):
 
 
 class RecordedTrial(Record, frozen=True, kw_only=True):
-    """One launch of one trial, as the study has it."""
+    """One launch of one trial in a study: what was asked, and the result once there is one."""
 
     spec: TrialSpec
     attempt: int = 1
@@ -379,13 +379,13 @@ class RecordedTrial(Record, frozen=True, kw_only=True):
         return Cell(layout=self.spec.layout, settings=self.spec.settings)
 
     def ran_out_of_less_than(self, timeout_s: float) -> bool:
-        """True if the trial timed out under a shorter limit than ``timeout_s``."""
+        """True if the trial timed out under a limit shorter than ``timeout_s`` seconds."""
         is_late = self.result is not None and self.result.outcome is Outcome.TIMEOUT
         return is_late and self.timeout_s is not None and self.timeout_s < timeout_s
 
 
 class Past(Record, frozen=True, kw_only=True):
-    """Earlier results of one cell, from which a search continues."""
+    """What a study already has on one cell, from which a search goes on."""
 
     answer: CellAnswer | None = None
     """The cell's answer, unless there is more time now than it had: it is not searched again."""
@@ -394,7 +394,7 @@ class Past(Record, frozen=True, kw_only=True):
 
 
 class Expectation(Record, frozen=True, kw_only=True):
-    """A cell's prediction before its first trial; one by trace or file also orders bisection."""
+    """The length that was predicted for a cell before its first trial."""
 
     cell: Cell
     likely_tokens: int
@@ -431,7 +431,7 @@ class Study(Record, frozen=True, kw_only=True):
 
     @property
     def versions(self) -> dict[str, tuple[str, ...]]:
-        """Versions of packages in the study's trials: by package, in order of appearance."""
+        """Versions of each package that the study's trials ran with, the oldest first."""
         found: dict[str, dict[str, None]] = {}
         for trial in self.trials:
             for rank in trial.result.ranks if trial.result else ():
@@ -449,7 +449,7 @@ class Study(Record, frozen=True, kw_only=True):
         return next((answer for answer in self.answers if answer.cell == cell), None)
 
     def unproven_of(self, cell: Cell) -> UnprovenAnswer | None:
-        """The cell's answer, if its trials do not prove it; else None."""
+        """The cell's answer, with the reason, if its trials do not prove it; else None."""
         return next((each for each in self.unproven if each.answer.cell == cell), None)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
@@ -457,7 +457,7 @@ class Study(Record, frozen=True, kw_only=True):
         return tuple(trial for trial in self.trials if trial.cell == cell)
 
     def told_by(self, cell: Cell) -> tuple[tuple[TrialSpec, TrialResult], ...]:
-        """The cell's trials that fit or ran out of memory, in the order in which they started."""
+        """The cell's trials that ended in a fit or without memory, in the order of their start."""
         ended = ((each.spec, each.result) for each in self.trials_of(cell))
         return tuple((spec, result) for spec, result in ended if result and result.outcome.tells)
 
@@ -474,11 +474,11 @@ class Study(Record, frozen=True, kw_only=True):
 
     @property
     def complete(self) -> bool:
-        """True if every cell has an answer, with no less time than at the last opening."""
+        """True if every cell has an answer, found within as much time as trials have now."""
         return len(self.answers_within(self.question.timeout_s)) == len(self.question.cells)
 
     def answers_within(self, timeout_s: float | None) -> tuple[CellAnswer, ...]:
-        """Answers found under a limit of ``timeout_s`` or more; all if the question has none."""
+        """Answers that were found with ``timeout_s`` seconds a trial or more; None: all."""
         if timeout_s is None or not self.answers_within_s:
             return self.answers
         pairs = zip(self.answers, self.answers_within_s, strict=True)
@@ -486,7 +486,7 @@ class Study(Record, frozen=True, kw_only=True):
 
     @property
     def longest_timeout_s(self) -> float | None:
-        """Longest time limit of the study's answers, trials and latest opening; None: no limits."""
+        """Longest time limit in seconds of trials, answers and the last opening; None: none."""
         of_trials = (trial.timeout_s for trial in self.trials)
         limits = (self.question.timeout_s, *self.answers_within_s, *of_trials)
         return max((limit_s for limit_s in limits if limit_s is not None), default=None)

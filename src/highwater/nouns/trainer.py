@@ -61,7 +61,7 @@ OURS: TrainerName = "highwater"
 
 
 class Registered(NamedTuple):
-    """A trainer's row in the registry."""
+    """A trainer's row in the registry: its title, its module, and whose step it runs."""
 
     title: str
     """Its name as its users write it."""
@@ -104,7 +104,7 @@ PartT = TypeVar("PartT")
 
 
 class TrainerParts(Mapping[NameT, PartT]):
-    """Mapping from trainers' names to one part of their modules, a constant, loaded on demand."""
+    """One constant of every trainer's module by the trainer's name; imported when asked for."""
 
     def __init__(
         self, names: Any, constant: str, of_another: Callable[[PartT, str], PartT] | None = None
@@ -117,7 +117,7 @@ class TrainerParts(Mapping[NameT, PartT]):
         self._of_another = of_another
 
     def __getitem__(self, name: NameT) -> PartT:
-        """The part of a trainer; imports its module."""
+        """The trainer's constant; its module is imported."""
         if name not in self._names:
             raise KeyError(name)
         other = REGISTRY[name].trains_by
@@ -127,15 +127,15 @@ class TrainerParts(Mapping[NameT, PartT]):
         return getattr(module, self._constant)
 
     def __contains__(self, name: object) -> bool:
-        """True if a trainer has the part; nothing is imported."""
+        """True if the trainer's module has the constant; nothing is imported."""
         return name in self._names
 
     def __iter__(self) -> Iterator[NameT]:
-        """The names; nothing is imported."""
+        """Yield the names of trainers that have the constant; nothing is imported."""
         return iter(self._names)
 
     def __len__(self) -> int:
-        """Number of trainers with the part."""
+        """Number of trainers that have the constant."""
         return len(self._names)
 
 
@@ -144,7 +144,7 @@ OF_OTHERS = {"deepspeed", "deepspeed_bucket", "liger", "paged"}
 
 
 class TrainerTraits(Record, frozen=True, kw_only=True):
-    """Traits of one trainer whose memory is predicted."""
+    """What predictions of a trainer's step know: its defaults, and the settings it takes."""
 
     step: str
     """The step that is predicted, and what is particular about it, for a configuration's reader."""
@@ -210,7 +210,7 @@ def predicted_traits(name: AnyTrainer) -> TrainerTraits | None:
 
 
 def is_step_of(name: AnyTrainer, target: str) -> bool:
-    """True if the predicted step of trainer ``name`` is exactly that of an ``emit`` target."""
+    """True if the prediction for ``name`` is of the very step that ``emit --for`` writes."""
     traits = predicted_traits(name)
     return traits is not None and target in traits.targets
 
@@ -221,7 +221,7 @@ def trainer_title(name: AnyTrainer | Target) -> str:
 
 
 def known_runs(name: str, own_trials: int = 0) -> str:
-    """Words on measured runs of a trainer that runs another's step, or on a user's trials."""
+    """Words on the trials that a prediction rests on: the user's, or published runs."""
     if own_trials:
         return f"its interval is learned from {counted(own_trials, 'trial')} of yours"
     row = REGISTRY[name]
@@ -229,7 +229,7 @@ def known_runs(name: str, own_trials: int = 0) -> str:
 
 
 def predicted_as(name: str, own_trials: int = 0) -> str:
-    """``predicted``; for another trainer's step, also whose step it is, and ``known_runs``."""
+    """``predicted``, and for another trainer's step whose it is and what was measured."""
     other = REGISTRY[name].trains_by
     if other is None:
         return "predicted"
@@ -243,7 +243,7 @@ def step_in_words(name: AnyTrainer) -> str:
 
 
 class ForeignTrainer(Record, frozen=True, kw_only=True):
-    """A foreign trainer, with everything that a trial's outcome may depend on."""
+    """A trainer that is not ours, as a trial runs it: its command, its file, its version."""
 
     trainer: ForeignName
     command: tuple[str, ...] = ()
@@ -281,13 +281,13 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
 
     @property
     def typed(self) -> str:
-        """The command as the user typed it, with placeholders; empty if the user typed none."""
+        """The command as typed, with its placeholders; empty if the user typed none."""
         is_usual = self.command == (self.trainer,)
         return "" if is_usual else " ".join(map(_typed, self.command))
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags that name it."""
+        """Flags that name the trainer again: ``--trainer trl``."""
         named = (
             ("--command", self.typed or None),
             ("--trainer-config", self.base_config_path),
@@ -304,7 +304,7 @@ def _typed(word: str) -> str:
 
 
 class ForeignTraits(Record, frozen=True, kw_only=True):
-    """What a foreign trainer supports, and how it is started."""
+    """What a trainer that is not ours can be told in a trial, and how it is started."""
 
     settings: frozenset[str]
     """The fields of ``Request`` that may be named for it."""

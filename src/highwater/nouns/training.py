@@ -35,7 +35,7 @@ ScheduleName = Literal["constant", "linear", "cosine"]
 
 
 class Schedule(Record, frozen=True, kw_only=True):
-    """The learning rate's course over a run, as a factor of the hyperparameters' rate."""
+    """How the learning rate rises and falls over a run: a factor for each step."""
 
     name: ScheduleName = "constant"
     warmup_steps: int = 0
@@ -44,7 +44,7 @@ class Schedule(Record, frozen=True, kw_only=True):
     """Steps of the whole run."""
 
     def factor(self, step: int) -> float:
-        """The factor of an optimizer step, the first is 1. Source: transformers 5 (from step 0)."""
+        """Factor of the learning rate in step ``step``, from 1. Source: transformers 5 (from 0)."""
         done = step - 1
         if done < self.warmup_steps:
             return done / max(1, self.warmup_steps)
@@ -108,7 +108,7 @@ def run_digest(spec: TrainingSpec) -> str:
 
 
 def differences(before: TrainingSpec, now: TrainingSpec) -> tuple[str, ...]:
-    """The changed settings that affect the loss curve, in a few words, most important first."""
+    """Settings of two runs that differ and change the losses, in words; the weightiest first."""
     was, is_ = _decisive(before), _decisive(now)
     changed = [name for name in dict.fromkeys((*was, *is_)) if was.get(name) != is_.get(name)]
     return tuple(
@@ -148,7 +148,7 @@ _USUAL: Mapping[str, Any] = {
 
 
 def _decisive(spec: TrainingSpec) -> dict[str, Any]:
-    """Values that determine the loss curve, by name; the schedule's steps only where needed."""
+    """Values by name that the losses depend on; the schedule's steps only where they matter."""
     trial, settings, adapters = spec.trial, spec.trial.settings, spec.trial.settings.adapters
     return {
         "config_digest": trial.config_digest,
@@ -198,7 +198,7 @@ def checkpoint_step(name: str) -> int | None:
 
 
 class RunState(Record, frozen=True, kw_only=True):
-    """State of a run, as each of its checkpoints has it."""
+    """How far a run has come: its step, losses and evaluations; saved in each checkpoint."""
 
     step: int
     """Optimizer steps that are done."""
@@ -228,7 +228,7 @@ class BestCheckpoint(Record, frozen=True, kw_only=True):
 
 
 class TrainingProgress(Record, frozen=True, kw_only=True):
-    """A report of the first rank on where a run is."""
+    """What the first rank says of a running training: phase, step, loss, tokens and seconds."""
 
     phase: str
     """In words: "building the model", "training", "evaluating", "saving"."""
@@ -402,7 +402,7 @@ def training_request_from(values: Mapping[str, Any]) -> TrainingRequest:
 
 
 class TrainingResult(Record, frozen=True, kw_only=True):
-    """Result of a run of training."""
+    """How a training ended: its losses, its folder, its speed and its peak of memory."""
 
     schema_version: int = 1
     status: Literal["done", "stopped"]

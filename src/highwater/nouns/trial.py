@@ -73,7 +73,7 @@ class Outcome(StrEnum):
 
     @property
     def tells(self) -> bool:
-        """True if the trial shows whether memory holds its length: no timeout or crash does."""
+        """True if the trial shows whether memory holds its length; a timeout or crash does not."""
         return self.is_fit or self.is_memory
 
 
@@ -95,6 +95,13 @@ class StatisticsFiles(Record, frozen=True, kw_only=True, forbid_unknown_fields=F
     """Absolute path of the directory for the packages' own files; set if any is named."""
     logit_range: bool = False
     """True if smallest, largest and mean logits are among them: one more pass over the logits."""
+
+
+def refuse_one_token(length_tokens: int) -> None:
+    """Raise UsageError for a length without a token to predict."""
+    if length_tokens < 2:
+        hint = "use `--length 2` or more: one to read, one to predict"
+        raise UsageError(f"a length of {counted(length_tokens, 'token')}", hint=hint)
 
 
 class TrialSpec(Record, frozen=True, kw_only=True):
@@ -138,11 +145,7 @@ class TrialSpec(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts out of range."""
-        if self.length_tokens < 2:
-            raise UsageError(
-                f"a length of {counted(self.length_tokens, 'token')}",
-                hint="use `--length 2` or more: one to read, one to predict",
-            )
+        refuse_one_token(self.length_tokens)
         micro_batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
         if self.steps < 2 or self.micro_batches < 1:
             raise UsageError(
@@ -190,14 +193,14 @@ class TrialSpec(Record, frozen=True, kw_only=True):
 
     @property
     def sequences(self) -> int:
-        """Sequences packed into one micro-batch."""
+        """Sequences of one micro-batch, which are packed into one row."""
         return self.settings.sequences(
             self.length_tokens, context_degree=self.layout.context_degree
         )
 
     @property
     def is_memory_only(self) -> bool:
-        """True if a fit of this trial is a memory-only fit."""
+        """True if the trial only proves that memory suffices, with attention cut into pieces."""
         return self.attention_depth is not None
 
     @property
@@ -207,7 +210,7 @@ class TrialSpec(Record, frozen=True, kw_only=True):
 
 
 class MemoryBudget(Record, frozen=True, kw_only=True):
-    """Parts of a memory budget: context + NCCL + the largest size of the allocator."""
+    """A GPU's memory as a trial may use it: for the context, for NCCL, for the allocator."""
 
     budget_bytes: int
     context_bytes: int
@@ -216,9 +219,21 @@ class MemoryBudget(Record, frozen=True, kw_only=True):
     nccl_bytes: int
     allocator_cap_bytes: int
 
+    @classmethod
+    def split(
+        cls, budget_bytes: int, *, context_bytes: int = 0, nccl_bytes: int = 0
+    ) -> "MemoryBudget":
+        """Give the allocator what context and NCCL leave of a budget, in bytes; at least 0."""
+        return cls(
+            budget_bytes=budget_bytes,
+            context_bytes=context_bytes,
+            nccl_bytes=nccl_bytes,
+            allocator_cap_bytes=max(0, budget_bytes - context_bytes - nccl_bytes),
+        )
+
 
 class RankMemory(Record, frozen=True, kw_only=True):
-    """Peaks of one rank over all steps (on the CPU since the process started); None: unknown."""
+    """Largest values that one rank saw over all steps; None: unknown."""
 
     peak_allocated_bytes: int | None = None
     peak_active_bytes: int | None = None
@@ -233,7 +248,7 @@ class RankMemory(Record, frozen=True, kw_only=True):
 
 
 class AliveMemory(Record, frozen=True, kw_only=True):
-    """Memory a rank had allocated as it ran out, as far as the engine knows without a history."""
+    """What one rank's memory held when it ran out, in bytes by kind; None: unknown."""
 
     parameters_bytes: int
     gradients_bytes: int
@@ -293,7 +308,7 @@ class Failure(Record, frozen=True, kw_only=True):
 
 
 class Save(Record, frozen=True, kw_only=True):
-    """A rank's part in one checkpoint."""
+    """What one rank wrote in one checkpoint, and how long that took."""
 
     kind: Literal["sharded", "hf"]
     time_s: float
@@ -306,7 +321,7 @@ Weights = Literal["saved", "random"]
 
 
 class RankReport(Record, frozen=True, kw_only=True):
-    """Report that one rank of a trial wrote before it exited."""
+    """What one rank of a trial did and measured, written before it exits."""
 
     rank: int
     failure: Failure | None = None
@@ -334,7 +349,7 @@ class RankReport(Record, frozen=True, kw_only=True):
 
 
 class TrialResult(Record, frozen=True, kw_only=True):
-    """The outcome of a trial, and its measurements."""
+    """How a trial ended, what its ranks measured, and whether it was simulated."""
 
     outcome: Outcome
     reason: str
@@ -367,7 +382,7 @@ class TrialResult(Record, frozen=True, kw_only=True):
 
     @property
     def headroom_bytes(self) -> int | None:
-        """Smallest headroom of any rank: budget or card, less what the rank used at the peak."""
+        """Headroom in bytes of the rank that has the least at its peak; None: unknown."""
         rooms = [_headroom(rank) for rank in self.ranks]
         return min((room for room in rooms if room is not None), default=None)
 
@@ -431,7 +446,7 @@ def unheard(phase: str) -> None:
 
 
 class Launch(Record, frozen=True, kw_only=True):
-    """One launch of one trial."""
+    """A trial to start, with the number of the attempt and of the repeat."""
 
     spec: TrialSpec
     attempt: int = 1
@@ -483,7 +498,7 @@ Order = TypeVar("Order", bound=Record)
 
 
 class Refused(Record, frozen=True, kw_only=True):
-    """A job's refusal, written instead of its report: the problem and the hint for the user."""
+    """A job's refusal in the place of its report: the problem, and a hint for the user."""
 
     problem: str
     hint: str
@@ -491,7 +506,7 @@ class Refused(Record, frozen=True, kw_only=True):
     """True if the machine is the reason (MachineError), and not the request (UsageError)."""
 
     def error(self) -> HighwaterError:
-        """The HighwaterError that the refusal was made from."""
+        """The error to raise here: a MachineError if the job raised one, else a UsageError."""
         return (MachineError if self.is_machine else UsageError)(self.problem, hint=self.hint)
 
 

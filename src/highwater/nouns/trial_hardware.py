@@ -6,7 +6,7 @@ import shlex
 from typing import NamedTuple
 
 from highwater.errors import MachineError, UsageError
-from highwater.model.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
+from highwater.model.held_bytes import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model
 from highwater.nouns.declaration import words_of
 from highwater.nouns.hardware import CPU_FLAGS, CPU_SEARCH, Gpu, Machine
@@ -23,7 +23,7 @@ _MOST_CPU_BYTES = 8 * GIB
 
 
 class TrialHardware(NamedTuple):
-    """The hardware that the trials of a question run on."""
+    """The GPUs that a question's trials run on, or the number of processes on the CPU."""
 
     device: Device
     counts: tuple[int, ...]
@@ -52,7 +52,7 @@ class TrialHardware(NamedTuple):
 
 
 def hardware_of(request: Request, machine: Machine, model: Model, device: Device) -> TrialHardware:
-    """The part of a machine that a request runs on. Raises UsageError or MachineError."""
+    """The GPUs and memory that a request runs on. Raises UsageError or MachineError."""
     if request.device is None and device == "cpu":
         _refuse_what_needs_a_gpu(request, machine, model)
     counts = _counts(request, machine, device, model)

@@ -65,7 +65,7 @@ def bench_document(bench: AttentionBench) -> BenchDocument:
 
 
 class ReportSection(NamedTuple):
-    """A heading, and the lines and then the tables below it."""
+    """A section of the report: its heading, its lines, and the tables below them."""
 
     title: str
     tables: Sequence[TextTable] = ()

@@ -18,7 +18,7 @@ from highwater.units import GIB, MIB, counted, format_bytes, format_seconds, for
 
 
 class Tick(NamedTuple):
-    """A position on an axis in pixels, and its label."""
+    """A mark on an axis: its place in pixels, and its label."""
 
     at: float
     text: str
@@ -26,7 +26,7 @@ class Tick(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A rectangle, a polygon, or the marker of an outcome."""
+    """A part of a chart to draw: a rectangle, a polygon, or the mark of an outcome."""
 
     kind: str
     """CSS class: the colour; for a mark also its form."""
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A chart with its axes."""
+    """A chart as shapes and axes, for a template to draw."""
 
     text: str
     """Text for readers who do not see the chart."""
@@ -83,7 +83,7 @@ SHAPES: dict[Outcome | None, str] = {
 
 
 def bracket_chart(cell: CellReport, report: StudyReport) -> Chart | None:
-    """Chart of a cell's trials, length by order, and its bracket; None if it has no trials."""
+    """Chart of a cell's trials, their lengths in order of start; None without trials."""
     trials = [report.trials[step.trial - 1] for step in cell.bracket]
     if not trials:
         return None
@@ -162,7 +162,7 @@ class MemoryRow(NamedTuple):
 
 
 class MemoryPicture(NamedTuple):
-    """One row for each trial."""
+    """Picture of the memory of a study's trials, a row of bars for each."""
 
     rows: tuple[MemoryRow, ...]
     ticks: tuple[Tick, ...]
@@ -250,7 +250,7 @@ _ROW_HEIGHT, _LETTER, _LEAST_LABEL = 19, 6.9, 34
 
 
 def timeline_chart(profile: MemoryProfile, *, width: float, most_bytes: int) -> Chart | None:
-    """Draw bytes by category over the trace; ``most_bytes`` ends the axis. None without events."""
+    """Chart of bytes by category over a trace, up to ``most_bytes``; None without events."""
     points = profile.timeline
     if not points:
         return None

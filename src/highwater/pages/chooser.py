@@ -53,7 +53,7 @@ from highwater.trainers.targets import TARGETS, configured_choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The recommendation for one length."""
+    """The answer that a chooser shows for one length."""
 
     found: Recommendation
     command: str
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChooserPlace:
-    """One model on one number of GPUs, for one kind of training."""
+    """One model on one number of GPUs in a chooser, with an answer for each length."""
 
     model_name: str
     device_name: str

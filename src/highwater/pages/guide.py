@@ -58,7 +58,7 @@ the rung, as in the published ladder: of rungs with one label the best counts.""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The entry of a guide for one model at one length."""
+    """What a guide says of one model at one length: the simplest settings that fit."""
 
     model_name: str
     capacity: Capacity | None
@@ -72,7 +72,7 @@ class Choice:
         return self.label_in(lambda cell: cell.words)
 
     def label_in(self, words: Callable[[Cell], str]) -> str:
-        """The choice's label, with its settings in the words of ``words``."""
+        """The settings in ``words``; ``-``: nothing that was tried fits; ``?``: unknown."""
         if self.capacity is None:
             return UNKNOWN if self.may_be_simpler else NOTHING_FITS
         return words(self.capacity.cell) + " (memory-only)" * self.capacity.is_memory_only
@@ -86,7 +86,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuideTable:
-    """Lengths by models on one number of GPUs of one kind, from one source and kind of training."""
+    """A table of a guide: settings by length and model, on one number of GPUs of one kind."""
 
     device_name: str
     gpus: int
@@ -107,7 +107,7 @@ class GuideTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guide:
-    """All tables of a guide, with notes on their sources and a query for each."""
+    """A guide: its tables, and the question for ``recommend`` behind each."""
 
     tables: tuple[GuideTable, ...]
     notes: tuple[str, ...] = ()
@@ -136,14 +136,14 @@ def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
 
 
 def published_label(cell: Cell) -> str:
-    """Label of a cell in the published guides: ``vanilla``, ``Env + SP=2``, ``Env + Offload``."""
+    """The settings as the published guides name them: ``vanilla``, ``Env + SP=2``."""
     parts = [] if cell.settings.label == "vanilla" else [cell.settings.label]
     words = " + ".join((*parts, *cell.layout.degrees)) or "vanilla"
     return words.replace("Ulysses ", "SP=").replace("ring ", "ring=")
 
 
 def training(capacity: Capacity) -> str:
-    """The kind of training: ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``."""
+    """How a capacity was trained: ``Trinity-RFT, grpo, 2 sequences per micro-batch``."""
     settings = capacity.cell.settings
     if _traits_of(capacity) is None:
         return ", ".join(trained(capacity))
@@ -163,7 +163,7 @@ def _traits_of(capacity: Capacity) -> TrainerTraits | None:
 
 
 def trained(capacity: Capacity) -> tuple[str, ...]:
-    """The parts of ``training``, without the number of sequences in a micro-batch."""
+    """The parts of ``training``, without how many sequences a micro-batch has."""
     settings = capacity.cell.settings
     left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
     traits = _traits_of(capacity)
@@ -182,7 +182,7 @@ def trained(capacity: Capacity) -> tuple[str, ...]:
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
-    """Longest length of a table that a model is known to fit, and its choice; or None."""
+    """Longest length that a model fits by a table, and the settings; None if none is known."""
     column = table.models.index(model_name)
     rows = ((tokens, choices[column]) for tokens, choices in reversed(table.rows))
     return next((row for row in rows if row[1].capacity is not None), None)

@@ -58,7 +58,7 @@ _LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
 
 
 class Section(NamedTuple):
-    """Tables of one kind of GPU, one source, one kind of training and one native length."""
+    """Tables of a guide below one heading: one kind of GPU, one source, one training."""
 
     heading: str
     tables: tuple[GuideTable, ...]
@@ -80,7 +80,7 @@ class Section(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """The length that one model reaches on one number of GPUs."""
+    """A bar of a guide: the length that one model reaches on one number of GPUs."""
 
     label: str
     text: str
@@ -91,7 +91,7 @@ class Bar(NamedTuple):
 
 
 class LongContext(NamedTuple):
-    """How to configure models of one native length beyond that length."""
+    """How a guide says to go past one native length: a configuration, and YaRN's factors."""
 
     configuration: str
     factors: str

@@ -152,7 +152,7 @@ def paths_shortened(value: Any) -> Any:
 
 
 def digest(script: str) -> str:
-    """SHA-256 digest of a script, for the page's Content-Security-Policy."""
+    """SHA-256 of a script in base64, for the page's Content-Security-Policy."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 

@@ -213,7 +213,7 @@ def trials_table(report: StudyReport) -> TextTable:
 
 
 def bracket_table(report: StudyReport) -> TextTable:
-    """Table of each cell's bracket after each of its trials."""
+    """Table of the longest fit and the shortest failure of each cell after each trial."""
     return table_of(
         f"the bracket of each cell after each of its trials, {report.label}",
         [(step, report.trials[step.trial - 1]) for cell in report.cells for step in cell.bracket],
@@ -292,7 +292,7 @@ def _is_foretold(report: StudyReport) -> bool:
 
 
 def predicted_cells(report: StudyReport) -> TextTable:
-    """Table of each cell's capacity beside two predictions: today's and that before its trials."""
+    """Table of each cell's longest length beside what was predicted then and is today."""
     today, label = "predicted by today's formula", report.label
     return table_of(
         f"longest length of each cell: predicted, and {label}",

@@ -49,7 +49,7 @@ Judgement = Literal["inside", "below", "above", "ran out, as the upper end allow
 
 
 class TrialReport(Record, frozen=True, kw_only=True):
-    """One launch of one trial. Peaks are of the fullest rank."""
+    """One launch of a trial in a report; peaks are those of the fullest GPU."""
 
     number: int
     """Number from 1, by order of start."""
@@ -103,7 +103,7 @@ class TrialReport(Record, frozen=True, kw_only=True):
 
 
 class BracketStep(Record, frozen=True, kw_only=True):
-    """A cell's bracket after one of its trials."""
+    """Longest fit and shortest failure of a cell after one of its trials."""
 
     trial: int
     fits_tokens: int | None
@@ -113,7 +113,7 @@ class BracketStep(Record, frozen=True, kw_only=True):
 
 
 class CellReport(Record, frozen=True, kw_only=True):
-    """One cell: its answer, and how its bracket closed."""
+    """One cell in a report: its answer, and how its trials closed in on it."""
 
     label: str
     cell: Cell
@@ -149,7 +149,7 @@ class CellReport(Record, frozen=True, kw_only=True):
 
 
 class FailedTrial(Record, frozen=True, kw_only=True):
-    """A trial that did not fit, or proved nothing, with the error that ended it."""
+    """A trial that did not fit or proved nothing, with the error and the log's end."""
 
     trial: int
     cell: str
@@ -167,7 +167,7 @@ class FailedTrial(Record, frozen=True, kw_only=True):
 
 
 class Beginning(Record, frozen=True, kw_only=True):
-    """Predictions that ordered a search's trials; a linear search uses none."""
+    """What was predicted before a search, and so ordered its trials."""
 
     predictions: tuple[str, ...]
     """Each prediction that was named: ``trace``, or a file."""

@@ -29,7 +29,7 @@ unit, or a function of the record."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTable:
-    """A table as text, independent of how it is drawn."""
+    """A table as texts, with a title and footnotes; how it is drawn is another's affair."""
 
     title: str
     columns: tuple[str, ...]
@@ -49,7 +49,7 @@ def table_of(
     footnotes: Iterable[str] = (),
     names: int = 3,
 ) -> TextTable:
-    """Table with a row for each record. None columns are left out; ``names``: aligned left."""
+    """Table with a row for each record, without None columns; the first ``names`` are texts."""
     shown = [column for column in columns if column is not None]
     return TextTable(
         title=title,

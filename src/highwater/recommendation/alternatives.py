@@ -217,7 +217,7 @@ def _other_trainings(goal: Goal) -> Iterator[_Change]:
 
 
 def _rings(goal: Goal) -> Iterator[_Change]:
-    """The smallest ring degree with which a length fits, beside the highest Ulysses degree."""
+    """The smallest ring, beside the most GPUs that share heads, with which a length fits."""
     shape, gpus = load_model(goal.model).shape, goal.where.gpus
     traits = TRAINERS[goal.trainer]
     if gpus == 1 or traits.refused(["ring"]) or traits.ring_objectives is not None:
@@ -298,7 +298,7 @@ def tried_recommendation(
 
 
 def measured_cells(study: Study, gpus: int, length_tokens: int) -> dict[Cell, Candidate]:
-    """Candidates that a study's trials prove or disprove at a length, by cell."""
+    """What a study's trials prove at a length, by cell: the candidates that fit or do not."""
     found_in = study.path or "a study"
     unknown = (
         unknown_candidate(

@@ -36,7 +36,7 @@ LengthPeak = tuple[int, int]
 
 
 class MemoryFit(Record, frozen=True, kw_only=True):
-    """Peak memory of a GPU as a polynomial of the length of the sequence that all GPUs share."""
+    """Peak memory of a GPU as a polynomial of the length, fitted to measured peaks."""
 
     overhead_bytes: float
     bytes_per_token: float
@@ -55,14 +55,14 @@ class MemoryFit(Record, frozen=True, kw_only=True):
         return line + self.bytes_per_pair * length_tokens**2
 
     def longest_within(self, free_bytes: float) -> int:
-        """Longest length whose peak is within ``free_bytes``, rounded down; 0: no length is."""
+        """Longest length whose peak takes at most ``free_bytes``; 0 if none does."""
         longest = edge(None, _LONGEST_TOKENS, lambda tokens: self.peak_bytes(tokens) <= free_bytes)
         step = max(1, (1 << max(0, longest.bit_length() - 1)) // PARTS_OF_A_DOUBLING)
         return longest // step * step
 
 
 class LongestLength(OfEntry, frozen=True, kw_only=True):
-    """The longest length of one entry that ran to its end."""
+    """Longest length that one implementation, mode and direction ran to its end."""
 
     gpus: int
     fits_tokens: int | None
@@ -81,7 +81,7 @@ class LongestLength(OfEntry, frozen=True, kw_only=True):
 
 
 class MemoryEstimate(OfEntry, frozen=True, kw_only=True):
-    """The fitted memory polynomial of an entry."""
+    """The polynomial that was fitted to one entry's peaks."""
 
     fit: MemoryFit
     reserved_ratio: float
@@ -89,7 +89,7 @@ class MemoryEstimate(OfEntry, frozen=True, kw_only=True):
 
 
 class PredictedLongest(OfEntry, frozen=True, kw_only=True):
-    """The longest length predicted for another kind of GPU, by memory only."""
+    """Longest length of one entry on another kind of GPU, predicted by memory alone."""
 
     gpu: str
     memory_bytes: int
@@ -102,7 +102,7 @@ class PredictedLongest(OfEntry, frozen=True, kw_only=True):
 
 
 class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
-    """Speed and longest length on several GPUs, compared with one GPU."""
+    """Speed and longest length of one entry on several GPUs, compared with one GPU."""
 
     gpus: int
     length_tokens: int
@@ -113,12 +113,12 @@ class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
 
     @property
     def efficiency(self) -> float:
-        """Speed-up for each GPU."""
+        """Speed-up divided by the number of GPUs: 1.0 is perfect."""
         return self.speedup / self.gpus
 
 
 class UseCase(Record, frozen=True, kw_only=True):
-    """A range of lengths, and the attentions that fit all of it: on one GPU if any does."""
+    """A range of lengths, and the attentions that run through all of it."""
 
     from_tokens: int
     to_tokens: int | None
@@ -131,7 +131,7 @@ class UseCase(Record, frozen=True, kw_only=True):
 
 
 class AttentionSummary(Record, frozen=True, kw_only=True):
-    """All conclusions from one benchmark."""
+    """What one benchmark shows: the longest lengths, memory, scaling and what to use when."""
 
     longest: tuple[LongestLength, ...]
     estimates: tuple[MemoryEstimate, ...]
@@ -154,7 +154,7 @@ def attention_summary(bench: AttentionBench) -> AttentionSummary:
 
 
 def contestants(longest: Sequence[LongestLength], direction: Direction) -> list[LongestLength]:
-    """The entries to recommend from: neither the reference, nor DataParallel."""
+    """Entries that may be recommended: not the reference, and not DataParallel."""
     return [
         each
         for each in longest
@@ -170,7 +170,7 @@ def entries(bench: AttentionBench) -> list[Entry]:
 
 
 def rows_of(bench: AttentionBench, entry: Entry, *, batches: bool = False) -> list[BenchRow]:
-    """The rows of one entry, by length; ``batches``: also those of several sequences on a GPU."""
+    """Measured rows of one entry by length; ``batches``: also of several sequences a GPU."""
     rows = [
         row
         for row in bench.rows
@@ -301,7 +301,7 @@ def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | Non
 
 
 def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
-    """The polynomial fitted to peaks, with no negative term; None below three lengths."""
+    """Polynomial through peaks, without a negative term; None of fewer than three lengths."""
     if len({length for length, _ in peaks}) < LEAST_LENGTHS:
         return None
     longest = max(length for length, _ in peaks)

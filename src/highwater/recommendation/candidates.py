@@ -66,7 +66,7 @@ def trainer_question(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """The goal of a recommendation: a model and a length on some GPUs."""
+    """What a recommendation is about: a model, a length, GPUs, a trainer and settings."""
 
     model: str
     where: Cluster
@@ -84,14 +84,14 @@ class Goal:
 
     @property
     def sequences(self) -> int:
-        """Sequences in the default token budget, as in a prediction."""
+        """Sequences of a micro-batch by default, as a prediction takes them."""
         named = {**MEMORY[self.trainer].fixed_fields(self.settings), **self.settings}
         least = 1 if "token_budget" in named else self._together
         return int(named.get("sequences_per_micro_batch", least))
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Sequences that each token budget holds, the default first; pairs stay together."""
+        """Sequences a micro-batch may have, the default first; pairs stay together."""
         lowered = min(self.sequences, self._together) if self.may_lower else self.sequences
         return tuple(dict.fromkeys((self.sequences, lowered)))
 
@@ -104,7 +104,7 @@ class Goal:
     def question(
         self, sequences: int, *, length_tokens: int | None
     ) -> tuple[Question, tuple[str, ...]]:
-        """The question of every rung and degree with a budget for ``sequences``; and notes."""
+        """The question with every cell, for micro-batches of ``sequences``; and notes."""
         key = sequences, length_tokens
         if key not in self._questions:
             settings = {**self.settings, "sequences_per_micro_batch": sequences}
@@ -113,7 +113,7 @@ class Goal:
         return self._questions[key]
 
     def known(self, question: Question) -> Calibration | None:
-        """The calibration of intervals for a question; None if there is none."""
+        """What intervals of a question are learned from; None without recorded trials."""
         return calibration_of(question, self.trainer)
 
 
@@ -139,7 +139,7 @@ def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
 
 
 def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
-    """Predict every cell with both budgets, and its longest length on the published grid."""
+    """Every cell as a candidate, with the usual and with fewer sequences, and how far it goes."""
     found: list[Candidate] = []
     for sequences in goal.budgets:
         question, _ = goal.question(sequences, length_tokens=goal.length_tokens)
@@ -154,7 +154,7 @@ def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
 
 
 def first_fit(goal: Goal) -> Candidate | None:
-    """The simplest candidate that fits, else one that may fit; without its longest length."""
+    """Simplest candidate that fits, else one that may; how far it goes is not looked for."""
     may_fit: Candidate | None = None
     every = [
         (order(cell, is_lowered=sequences < goal.sequences), question, known, cell)
@@ -174,7 +174,7 @@ def first_fit(goal: Goal) -> Candidate | None:
 
 
 def predicted_at(goal: Goal, cell: Cell, length_tokens: int | None) -> CellPrediction:
-    """Predict a cell, of the ladder or not, at a length; None: at its longest published length."""
+    """Prediction of a cell at a length; None: at the longest that it trains on the grid."""
     sequences = cell.settings.sequences_per_micro_batch
     question, _ = goal.question(sequences, length_tokens=length_tokens)
     question = question.replace(cells=(cell,))
@@ -182,7 +182,7 @@ def predicted_at(goal: Goal, cell: Cell, length_tokens: int | None) -> CellPredi
 
 
 def token_budget(cell: Cell, length_tokens: int) -> int:
-    """Tokens of a micro-batch for each GPU, if it holds the cell's sequences of this length."""
+    """Tokens of a micro-batch for each GPU that hold the cell's sequences of this length."""
     return -(-cell.settings.sequences_per_micro_batch * length_tokens // cell.layout.context_degree)
 
 
@@ -193,7 +193,7 @@ def unknown_candidate(
     source: Literal["measured", "predicted"] = "predicted",
     found_in: str = "",
 ) -> Candidate:
-    """A candidate of which it is unknown whether it fits."""
+    """A candidate of a cell of which nobody knows whether it fits."""
     return Candidate(
         cell=cell,
         is_lowered=False,
@@ -214,7 +214,7 @@ _longest = lru_cache(maxsize=64)(partial(predict_untraced, extent="longest"))
 def candidate_of(
     goal: Goal, predicted: CellPrediction, longest: CellPrediction | None = None
 ) -> Candidate:
-    """A predicted cell as a candidate; without ``longest`` its longest length is not known."""
+    """A predicted cell as a candidate; ``longest`` is its prediction without a length."""
     fits = predicted.capacity_tokens > 0
     host_bytes, step = predicted.footprint.host_bytes, predicted.step
     rollout = predicted.footprint.rollout
@@ -334,7 +334,7 @@ _NOT_ASKED = tuple(
 
 
 def query_of_study(study: Study) -> Query | None:
-    """The query for a study's model and GPUs; None if ``recommend`` cannot express it."""
+    """The question to ask ``recommend`` about a study's model and GPUs; None: it has no words."""
     question, kind = study.question, kind_of(study.question.device_name)
     if question.foreign is not None:
         return None
@@ -384,7 +384,7 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
 
 
 def query_of_table(capacity: Capacity) -> Query | None:
-    """The query for a published capacity's model and GPUs; None if it is not predicted."""
+    """The question to ask ``recommend`` about a published row; None: it is not predicted."""
     kind = kind_of(capacity.device_name)
     trainer = predicted_trainer(capacity.trainer)
     if kind is None or trainer is None:

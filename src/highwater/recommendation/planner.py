@@ -59,7 +59,7 @@ def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
 
 
 class _PlannedCell(NamedTuple):
-    """A predicted cell, with the time of its step whether it fits or not."""
+    """A predicted cell with the time of its step, whether it fits or not."""
 
     predicted: CellPrediction
     is_lowered: bool
@@ -91,7 +91,7 @@ class _PlannedCell(NamedTuple):
 
 
 def _place(aim: Aim, plan: _PlannedCell) -> tuple[Any, ...]:
-    """Sort key by the aim (time or memory), then by the other of the two, then simplest first."""
+    """Key that sorts plans: by the aim, time or memory; then by the other; then the simplest."""
     aims = [round(plan.token_s, 9), plan.predicted.device_used_bytes]
     simplest = order(plan.cell, is_lowered=plan.is_lowered)
     if aim == "fastest":  # memory that is left over is worth nothing
@@ -100,7 +100,7 @@ def _place(aim: Aim, plan: _PlannedCell) -> tuple[Any, ...]:
 
 
 class _PlanSearch(NamedTuple):
-    """The plans for a question's cells at its only length."""
+    """Plans for the cells of a question that has one length."""
 
     goal: Goal
     question: Question

@@ -83,8 +83,11 @@ def recommend(
             f"which settings are {aim} is predicted, and studies tell of a few",
             hint=f"leave `--study` out, or `--{aim}`",
         )
-    if known is not None:
-        _check(known, studies, settings)
+    if known is not None and studies and not TRAINERS[known].is_run:
+        raise UsageError(
+            f"trials of this engine say nothing about {TRAINERS[known].step}",
+            hint="leave `--study` out",
+        )
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
     recorded = [read_study(Path(path)) for path in studies]
@@ -181,7 +184,6 @@ def what_would_fit(
     """Find changes that are predicted to train ``length_tokens`` if the requested settings do not:
     more GPUs, larger GPUs, another technique. The arguments are those of ``recommend``.
     """
-    _check(trainer, (), settings)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
     goal = goal_of(model, length_tokens, where, limit, trainer, settings, rollout_gpus)
@@ -199,6 +201,11 @@ def goal_of(
     rollout_gpus: int,
 ) -> Goal:
     """The goal of a recommendation; raises HighwaterError for invalid settings."""
+    if "token_budget" in settings:
+        raise UsageError(
+            "the token budget is part of the answer",
+            hint="name what it is to hold, for example `--sequences-per-micro-batch 2`",
+        )
     refuse_unknown_family(load_model(model))
     typed = request_from({"model": model, **settings}, keywords=True)
     goal = Goal(
@@ -220,7 +227,7 @@ def goal_of(
 def _recommended(
     goal: Goal, studies: Sequence[Study], aim: Aim, *, rollout_gpus: int, reserved_bytes: int
 ) -> Recommendation:
-    """Recommend the best candidate that fits, with all others listed."""
+    """The best candidate that fits, with all others listed."""
     limit = goal.memory_limit
     question, notes = goal.question(goal.sequences, length_tokens=goal.length_tokens)
     known, replayed = goal.known(question), replayed_cells(question, goal.trainer, limit)
@@ -255,21 +262,6 @@ def _with_one_that_may_fit(
     longest = max(roomiest.capacity_tokens, goal.length_tokens)
     taken = roomiest.replace(fits=True, lacks_bytes=None, lacks_of=None, capacity_tokens=longest)
     return tuple(taken if each is roomiest else each for each in candidates)
-
-
-def _check(
-    trainer: TrainerName, studies: Sequence[str | Path], settings: Mapping[str, Any]
-) -> None:
-    if studies and not TRAINERS[trainer].is_run:
-        raise UsageError(
-            f"trials of this engine say nothing about {TRAINERS[trainer].step}",
-            hint="leave `--study` out",
-        )
-    if "token_budget" in settings:
-        raise UsageError(
-            "the token budget is part of the answer",
-            hint="name what it is to hold, for example `--sequences-per-micro-batch 2`",
-        )
 
 
 def _with_trials(

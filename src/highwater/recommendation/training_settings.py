@@ -48,7 +48,7 @@ _POOLS = 2
 
 
 class ChosenTrial(NamedTuple):
-    """The trial whose step is trained, its prediction, and notes of a study or prediction."""
+    """The trial whose step a training repeats, with its prediction and notes on its choice."""
 
     spec: TrialSpec
     predicted: CellPrediction
@@ -122,7 +122,7 @@ def _on_one_machine(request: Request) -> Request:
 
 
 def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, ...]:
-    """Names of settings in a request: on how the model is trained; ``says_what``: on what is."""
+    """Settings that a request names, on how a model is trained; ``says_what``: on what is."""
     usual = Request(model=request.model)
     rung = set(Settings.__struct_fields__)
     return tuple(
@@ -236,7 +236,7 @@ class _Training:
         )
 
     def simplest_here(self) -> Cell:
-        """The simplest rung that fits in the memory of a process on the CPU."""
+        """The simplest settings that fit in a process on the CPU."""
         request, spec = self.request, self.spec
         usual = Request(model=request.model)
         every = request.replace(
@@ -423,7 +423,7 @@ def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
 
 
 def has_lost_base(trial: TrialSpec) -> bool:
-    """True if only adapters of random base weights are saved: they can never be loaded."""
+    """True if adapters alone are saved, and their random base is not: nobody can load them."""
     settings = trial.settings
     is_adapter = settings.lora is not None and not settings.lora_merged
     return is_adapter and missing_files(Path(trial.model_directory)).weights

@@ -60,7 +60,7 @@ class Bracket:
         self._undecided: set[int] = set()
 
     def ask(self) -> int | None:
-        """Return the index to try next; None if the outcomes already prove an answer."""
+        """Index of the length to try next; None once the trials prove an answer."""
         if self.end == self.fits + 1:
             return self._least_packed if self._is_least_packed_open and not self._fit else None
         if self._is_scanning:
@@ -72,7 +72,7 @@ class Bracket:
         (self._fit if fits else self._failed).add(index)
 
     def tell_undecided(self, index: int) -> None:
-        """Record that no trial of ``index`` ended in time: it bounds the search like a failure."""
+        """Record that no trial of ``index`` ended in time; nothing longer is tried."""
         self._undecided.add(index)
 
     @property
@@ -82,7 +82,7 @@ class Bracket:
 
     @property
     def end(self) -> int:
-        """Lowest index above ``fits`` that is not to be tried: failed, undecided, off the grid."""
+        """Lowest index above ``fits`` that is not tried again: it failed, or is undecided."""
         closed = (i for i in self._failed | self._undecided if i > self.fits)
         return min(closed, default=self._size + 1)
 
@@ -99,12 +99,12 @@ class Bracket:
     def contradictions(
         self, packed_tokens: Callable[[int], int] = lambda index: index
     ) -> tuple[Contradiction, ...]:
-        """Pair each failed index with the nearest fit, from there on, with no fewer tokens."""
+        """Pairs of a length that failed and a longer one that fit, with no fewer tokens a step."""
         return contradictions(self._fit, self._failed, packed_tokens)
 
     @property
     def trials_left(self) -> int:
-        """About how many more trials the answer takes; a lower bound until an index failed."""
+        """Number of trials that the answer takes from now, about; a lower bound at first."""
         gap = self.end - self.fits - 1
         if gap <= 0:
             return 0 if self.ask() is None else 1

@@ -27,7 +27,7 @@ TRIALS_AT_AN_EDGE = 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellOutlook:
-    """Trials that the search of one cell is about to run, and their expected time."""
+    """Next trials of one cell and their expected time in seconds."""
 
     cell: Cell
     first_tokens: int
@@ -48,13 +48,13 @@ class CellOutlook:
 
 
 def outlook(question: Question, timeout_s: float | None = None) -> tuple[CellOutlook, ...]:
-    """Predict the next trials of each cell; ``timeout_s`` is how long a full trial may take."""
+    """Next trials of each cell of a question; ``timeout_s``: longest time of a full trial."""
     limit_s = timeout_s if question.timeout_s is None else question.timeout_s
     return tuple(_of_cell(question, cell, limit_s) for cell in question.cells)
 
 
 def time_notes(question: Question, timeout_s: float) -> tuple[str, ...]:
-    """Return a note on the first length that fits, but whose full trial would time out."""
+    """Note on the first length that fits and whose full trial would take too long."""
     for cell in question.cells if question.proof == "full" else ():
         in_full = full_trials(question, cell, timeout_s)
         length_tokens = question.grid.length(first_index(question, cell, []) or 1)
@@ -124,7 +124,7 @@ _TIMES_PREDICTED = 3.0
 
 
 class Budget:
-    """Time budget of one search, counted from now; also a runner that ends its trials in time."""
+    """The time that a search may take, from now on; a runner that ends trials in time."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Budget:
         return self._ends_at - self._clock()
 
     def allows(self, trial: NextTrial) -> bool:
-        """True if enough time is left for a trial that has no recorded result."""
+        """True if enough time is left for a trial whose result is not recorded yet."""
         kept_s, needed_s = 0.0, trial_s(self._question, trial.spec) or 0.0
         if trial.after_edge:  # the cells after this one are to find their edges
             later = takewhile(lambda other: other != trial.cell, reversed(self.order))

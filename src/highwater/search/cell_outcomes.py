@@ -17,7 +17,7 @@ MAX_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class WantedTrial:
-    """A trial that a search asks for: grid index, repeat, and kind of trial."""
+    """A trial that the search of a cell wants: which length, full or memory-only, a repeat."""
 
     index: int
     repeat: int = 0
@@ -51,7 +51,7 @@ def _is_late(question: Question, outcomes: dict[int, Outcome]) -> bool:
 
 
 class CellOutcomes:
-    """Results of one cell's trials, and the bracket and the answer that follow from them."""
+    """What the trials of one cell have shown: the bracket, and the answer so far."""
 
     def __init__(self, question: Question, cell: Cell, bracket: Bracket) -> None:
         self._question = question
@@ -105,7 +105,7 @@ class CellOutcomes:
         self._bracket.tell_undecided(index)
 
     def answer(self) -> CellAnswer:
-        """Return the answer that the trials so far prove."""
+        """The cell's answer as far as trials prove it."""
         bracket, grid = self._bracket, self._question.grid
         limit, reason = self._limit()
         has_failed = limit in ("memory", "host_memory")

@@ -30,7 +30,7 @@ _NEAR = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTrial:
-    """A trial that a search is about to launch."""
+    """A trial that a search is about to launch, with the number of the attempt."""
 
     cell: Cell
     spec: TrialSpec
@@ -45,7 +45,7 @@ MayStart = Callable[[NextTrial], bool]
 
 
 class CellSearch:
-    """Search of one cell: ``ask`` returns the next trial, ``tell`` takes its result."""
+    """Search of one cell's longest length: ``ask`` says what to try, ``tell`` takes the result."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class CellSearch:
         return asked
 
     def answer(self) -> CellAnswer:
-        """Return the answer that the trials so far prove."""
+        """The cell's answer as far as trials prove it."""
         return self._outcomes.answer()
 
     def _next(self) -> WantedTrial | None:

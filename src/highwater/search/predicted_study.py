@@ -29,7 +29,7 @@ from highwater.version import __version__
 
 
 class PredictedTrial(Record, frozen=True, kw_only=True):
-    """Memory of the fullest GPU in one trial, predicted by formula."""
+    """Memory of one trial's fullest GPU by today's formula, and its interval."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -43,7 +43,7 @@ class PredictedTrial(Record, frozen=True, kw_only=True):
 
 
 class PredictedCell(Record, frozen=True, kw_only=True):
-    """Longest lengths of one cell on the study's grid, predicted by formula."""
+    """Longest lengths of one cell by today's formula, beside the trials'."""
 
     capacity_tokens: int
     """Longest length for which even the upper end of the interval fits."""
@@ -52,7 +52,7 @@ class PredictedCell(Record, frozen=True, kw_only=True):
 
 
 class Predictions(Record, frozen=True, kw_only=True):
-    """Predictions of a whole study, by formula."""
+    """A study's trials and cells by today's formula, or the reason why there are none."""
 
     trials: tuple[PredictedTrial | None, ...]
     """Predictions in the order of the study's trials; all None if ``reason`` is given."""
@@ -189,13 +189,13 @@ def _study_in(path: Path) -> Study | None:
 
 
 def cells_of_study(request: Request) -> tuple[Cell, ...]:
-    """The cells of the study that a request names; empty if it names none."""
+    """Cells of the study that a request goes on with; empty if it names none."""
     study = None if request.study is None else _study_in(Path(request.study))
     return () if study is None else study.question.cells
 
 
 def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
-    """Return the request with the prompt of the study it resumes unless it names one; and notes."""
+    """The request with the prompt of the study that it goes on with; and notes."""
     if request.study is None or request.prompt_tokens is not None:
         return request, ()
     path = Path(request.study)

@@ -6,7 +6,7 @@ full trials. If rates are unknown, any length may be tried until a full trial ha
 
 from collections.abc import Callable
 
-from highwater.model.footprint import host_state_bytes, step_flops
+from highwater.model.held_bytes import host_state_bytes, step_flops
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
@@ -22,7 +22,7 @@ _RAN_OUT_STEPS = 0.2
 
 
 def trial_s(question: Question, spec: TrialSpec) -> float | None:
-    """Seconds of a trial that fits; None: unknown rates, own data, foreign trainers, the CPU."""
+    """Seconds that a trial takes if it fits; None: no rates, own data, another trainer, CPU."""
     step_s = step_time_s(question, spec)
     return None if step_s is None else _launch_s(question, spec) + spec.steps * step_s
 
@@ -63,7 +63,7 @@ WORTH = 1.1
 
 
 def full_trials(question: Question, cell: Cell, timeout_s: float | None) -> "FullTrials | None":
-    """Return the predictor of full-trial times of a cell; None if no time can be predicted."""
+    """Expected times of a cell's full trials; None if nothing is known of its GPU's speed."""
     if timeout_s is None:
         return None
     found = FullTrials(question, cell, timeout_s)
@@ -71,7 +71,7 @@ def full_trials(question: Question, cell: Cell, timeout_s: float | None) -> "Ful
 
 
 class FullTrials:
-    """Full trials of one cell, and the predicted time of further full trials."""
+    """How long full trials of one cell take: as predicted, corrected by those that ended."""
 
     def __init__(self, question: Question, cell: Cell, timeout_s: float) -> None:
         """``timeout_s``: seconds that a trial may take, from launch to exit."""
@@ -85,7 +85,7 @@ class FullTrials:
 
     @property
     def foresees(self) -> bool:
-        """True if a trial's time can be predicted before any trial has ended."""
+        """True if times are predicted even before a full trial has ended."""
         return self._predicted_step_s(self._question.grid.length(1)) is not None
 
     def tell(self, length_tokens: int, result: TrialResult) -> None:
@@ -137,7 +137,7 @@ class FullTrials:
         return low if low == fits or length(low) >= WORTH * known_tokens else None
 
     def longest(self, low: int, high: int, length: Callable[[int], int]) -> int:
-        """Longest index up to ``high`` in time and below any that ran out; else ``low``."""
+        """Longest index up to ``high`` whose full trial should end in time, else ``low``."""
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._is_open(length(middle)) else (low, middle - 1)

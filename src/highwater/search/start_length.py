@@ -25,7 +25,7 @@ from highwater.memory.capacity import (
 )
 from highwater.memory.predictor import longest
 from highwater.memory.trainers import formula_of_trials
-from highwater.model.footprint import device_state_bytes, layer_input_bytes
+from highwater.model.held_bytes import device_state_bytes, layer_input_bytes
 from highwater.nouns.codec import record_in
 from highwater.nouns.hardware import SAME_MEMORY, kernels
 from highwater.nouns.request import Request
@@ -45,7 +45,7 @@ _FIXED_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine:
-    """Bytes on one GPU besides the states, linear in the tokens on that GPU."""
+    """Bytes of one GPU besides the states, as a line over the tokens on it."""
 
     fixed_bytes: float
     bytes_per_token: float
@@ -77,7 +77,7 @@ def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLin
 
 
 def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryLine:
-    """Memory line of scripts with Hugging Face's own loss: full logits, recomputed layers."""
+    """The line of memory with Hugging Face's own loss: whole logits, recomputed layers."""
     shape = question.model.shape
     of_token = layer_input_bytes(shape) + _HF_LOGITS_BYTES * shape.vocab_size
     return MemoryLine(_FIXED_SHARE * usable_bytes, of_token)
@@ -213,7 +213,7 @@ Expected = Callable[[Cell], int | None]
 
 @contextmanager
 def predicted_start(request: Request, question: Question) -> Generator[Expected]:
-    """Context manager: return the prediction that the request names; its traces end with it."""
+    """Context manager: the prediction by which a request orders trials; ends its tracers."""
     if request.prediction == "formula":
         yield lambda _: None
     elif request.prediction == "trace":
@@ -270,7 +270,7 @@ def read_prediction(path: Path, question: Question) -> Prediction:
 def expectation(
     request: Request, question: Question, cell: Cell, told_tokens: int | None
 ) -> Expectation | None:
-    """Return the predicted length of a cell before its first trial, or None if unpredicted."""
+    """What a cell was expected to train before its first trial; None if nothing predicts it."""
     if told_tokens is not None:
         return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
     if question.memory_bytes is None or unlike_trials(question) is not None:

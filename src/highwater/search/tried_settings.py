@@ -24,7 +24,7 @@ from highwater.nouns.request import Request, taken_by
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import OURS
 from highwater.nouns.trial_hardware import hardware_of
-from highwater.trials.simulated import FormulaLaw, PredictedLaw
+from highwater.trials.simulated import LikelyPrediction, UpperFormula
 
 _DEGREES = ("ulysses", "ring", "copies")
 """Settings of which several may be named: each is tried."""
@@ -102,11 +102,11 @@ def _others(request: Request, left: Sequence[Cell]) -> Iterator[str]:
     yield f"{len(left)} other settings are not tried: {named}`--help=trial`"
 
 
-def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> FormulaLaw:
+def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> UpperFormula:
     """The memory law of a dry run: the prediction for trials on GPUs, else the closed form.
     ``is_roomy``: the user named no headroom, so that the default headroom is kept.
     """
-    by_formula = FormulaLaw(shape=question.model.shape)
+    by_formula = UpperFormula(shape=question.model.shape)
     if question.device != "cuda" or question.foreign is not None:
         return by_formula
     with suppress(ModelError):
@@ -120,7 +120,7 @@ def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> Form
         known = calibration_of(question, OURS)
         cells = predict_untraced(question, limit, OURS, known, extent="fit")
         is_tight = not any(cell.capacity_tokens for cell in cells)
-        return PredictedLaw(
+        return LikelyPrediction(
             shape=by_formula.shape, question=question, limit=limit, known=known, is_tight=is_tight
         )
     return by_formula

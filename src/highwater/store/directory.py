@@ -13,7 +13,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from highwater.errors import MachineError, StudyError, UsageError
-from highwater.model.footprint import CheckpointBytes
+from highwater.model.held_bytes import CheckpointBytes
 from highwater.nouns.codec import CONFIG_BYTES, from_json, read_file, to_json, write_whole
 from highwater.nouns.hardware import CPU_SEARCH
 from highwater.nouns.study import Question
@@ -298,6 +298,6 @@ class TrainingFolder:
         raise UsageError(problem, hint=latest or "leave `--resume-from` out")
 
     def new_model(self, steps: int) -> Path:
-        """Return a free path for a model: ``model``, ``model-<steps>``, ``model-<steps>-2``..."""
+        """Free path for an exported model: ``model``, ``model-<steps>``, ``model-<steps>-2``."""
         names = chain((_MODEL, f"{_MODEL}-{steps}"), (f"{_MODEL}-{steps}-{n}" for n in count(2)))
         return next(path for name in names if not (path := self.path / name).exists())

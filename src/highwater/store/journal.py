@@ -110,12 +110,12 @@ class Journal:
         """Cells that had a decided answer when the journal was opened."""
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
-        """Return the recorded result of a launch; None if it has to be run."""
+        """Result of a launch that the study already has; None if it is to be run."""
         trial = self._record.trial((spec.key, attempt, repeat))
         return trial.result if trial is not None and self._stands(trial) else None
 
     def past(self, cell: Cell) -> Past:
-        """Return the part of a cell's search that need not be repeated."""
+        """What the study already has on a cell, which a search does not repeat."""
         trials = tuple(trial for trial in self._record.trials_of(cell) if self._stands(trial))
         answer = self._record.answer(cell) if self._is_settled(cell) else None
         return Past(answer=answer, trials=trials)
@@ -141,7 +141,7 @@ class Journal:
         return trial.cell in self._decided
 
     def has_given_up(self, cell: Cell) -> bool:
-        """True if a cell is answered although a trial only crashed, and is not retried."""
+        """True if a cell was answered after crashes alone, which are not tried again."""
         trials = self._record.trials_of(cell)
         crashed = [t for t in trials if t.result and t.result.outcome is Outcome.CRASHED]
         is_answered = self._record.answer(cell) is not None and self._record.has_crashed(cell)

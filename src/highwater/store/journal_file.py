@@ -24,11 +24,11 @@ NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class LockedError(Exception):
-    """Another process has the file open for writing."""
+    """Raised if another process has the journal open for writing."""
 
 
 class JournalFile:
-    """One open file, locked against other processes. Made by ``open_file``."""
+    """One open journal file, locked against other processes; made by ``open_file``."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -160,7 +160,7 @@ def read_journal(path: Path) -> bytes:
 
 
 def split_torn(content: bytes) -> tuple[bytes, bytes]:
-    """Split content into the full lines, and a torn last line, which may be empty."""
+    """Split a journal into its whole lines and a last line that was cut off, perhaps empty."""
     end = content.rfind(b"\n") + 1
     return content[:end], content[end:]
 
@@ -175,7 +175,7 @@ def sealed(text: str, *, after: str) -> tuple[bytes, str]:
 
 
 def unsealed(line: bytes, *, after: str) -> tuple[bytes, str]:
-    """Return the line without its checksum, and the checksum; ValueError if they do not match."""
+    """A line without its checksum, and the checksum; ValueError if they do not match."""
     text = b"{" + line[len(_SEAL % (b"0" * _CHECKSUM_DIGITS)) :]
     as_written, checksum = sealed(text.decode(), after=after)
     if line != as_written:

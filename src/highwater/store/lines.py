@@ -70,7 +70,7 @@ def contradictions(
 def unsupported(
     question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]
 ) -> str | None:
-    """Reason why ``trials``, those before the answer, do not support it; None if they do."""
+    """Reason why the trials before an answer do not prove it; None if they do."""
     return next(_gaps(question, answer, _shown(question, answer, trials)), None)
 
 
@@ -221,7 +221,7 @@ _SEALED_SINCE = 3
 
 
 class HeaderLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="header"):
-    """First line of every journal."""
+    """First line of a journal: its schema and its question."""
 
     schema_version: int
     question: Question
@@ -286,7 +286,7 @@ LaunchKey = tuple[str, int, int]
 
 
 class JournalContent:
-    """Content of a journal's lines so far."""
+    """What the lines of a journal say together: question, trials, answers, expectations."""
 
     def __init__(self, header: HeaderLine, *, checksum: str | None = None) -> None:
         self.schema_version = header.schema_version
@@ -358,7 +358,7 @@ class JournalContent:
         return self._trials.get(key)
 
     def has_told(self, spec: TrialSpec, repeat: int) -> bool:
-        """True if any attempt of a trial tells whether memory suffices."""
+        """True if some attempt at a trial showed whether memory suffices."""
         results = (trial.result for trial in self._attempts(spec, repeat))
         return any(result is not None and result.outcome.tells for result in results)
 

@@ -98,7 +98,7 @@ def accelerate(
 
 
 def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) -> str | None:
-    """Reason why neither DeepSpeed nor FSDP2 in accelerate supports a layout; None if one does."""
+    """Reason why neither DeepSpeed nor FSDP2 in accelerate takes a layout; None if one does."""
     if layout.context_degree > 1 and shape is not None and not shape.has_plain_attention:
         if layout.ring_degree > 1:
             return (
@@ -123,7 +123,7 @@ def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
 
 
 def padded_to(layout: Layout, sharing: SequenceSharing) -> int:
-    """Padding of a row: a multiple of these tokens; each rank of a ring holds two chunks."""
+    """Tokens to whose multiple a row is padded; each rank of a ring has two chunks."""
     return layout.context_degree * (2 if sharing == "ring" else 1)
 
 
@@ -133,7 +133,7 @@ def attention(sharing: SequenceSharing, shape: ModelShape | None) -> str:
 
 
 def instead(cell: Cell, sharing: SequenceSharing) -> tuple[str, ...]:
-    """Sentences on predicted ways of sharing sequences that accelerate does differently."""
+    """Sentences on how accelerate shares sequences where it differs from the prediction."""
     strategy, layout = cell.settings.strategy, cell.layout
     if sharing == "heads":
         return (
@@ -378,7 +378,7 @@ def over_fsdp(
     *,
     ours_always: Collection[str],
 ) -> dict[str, Any]:
-    """FSDP's keys: ours for named settings and ``ours_always``, the user's for all others."""
+    """FSDP's keys of a trial: ours where a setting is named, or always; else the user's."""
     meant = {*ours_always}
     meant |= {"fsdp_offload_params"} if "offload" in settings.named else set()
     meant |= {"fsdp_activation_checkpointing"} if "recompute" in settings.named else set()

@@ -191,14 +191,14 @@ class _Axolotl(Finetuner):
             return values | {"lora_target_linear": True}
         return values | listed("lora_target_modules", lora.names)
 
-    def refuse(self, cell: Cell, launched: FinetunerTrial | None = None) -> None:
-        super().refuse(cell, launched)
-        layout = cell.layout
-        if launched is not None and layout.ulysses_degree > 1:
-            raise UsageError(
-                "Axolotl shares sequences by its context parallelism alone, which is a ring here",
-                hint=f"use `--ulysses 1 --ring {layout.context_degree}`",
-            )
+    def shared_otherwise(self, launched: FinetunerTrial) -> UsageError | None:
+        layout = launched.spec.layout
+        if layout.ulysses_degree == 1:
+            return None
+        return UsageError(
+            "Axolotl shares sequences by its context parallelism alone, which is a ring here",
+            hint=f"use `--ulysses 1 --ring {layout.context_degree}`",
+        )
 
     def own(self, launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
         spec, place = launched.spec, launched.place

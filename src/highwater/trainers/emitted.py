@@ -54,7 +54,7 @@ DATASET = "REPLACE-WITH-YOUR-DATASET"
 
 
 class Emitted(Record, frozen=True, kw_only=True):
-    """One configuration of a trainer."""
+    """A configuration for a trainer: its text, further files, and what it cannot say."""
 
     schema_version: int = 1
     target: Target
@@ -322,18 +322,18 @@ def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
 
 
 def to_replace(*names: str, settings: Settings) -> str:
-    """Comment line naming the fields to fill in; gradient accumulation only if it is used."""
+    """Comment on the fields that a user fills in; with gradient accumulation if it is used."""
     steps = ("gradient_accumulation_steps",) if settings.accumulates else ()
     return f"yours to replace: {', '.join((*names, *steps))}"
 
 
 def listed(name: str, values: Iterable[Value]) -> dict[str, Value]:
-    """Values of a list by name and number: ``{"a.0": 1, "a.1": 2}``."""
+    """A list as numbered keys: ``{"a.0": 1, "a.1": 2}``."""
     return {f"{name}.{number}": value for number, value in enumerate(values)}
 
 
 def lora_words(lora: Lora) -> str:
-    """Command-line flags for these LoRA adapters."""
+    """Flags that name these adapters: ``--lora 32 --lora-targets q_proj,v_proj``."""
     words: dict[str, object] = {"lora": lora.rank}
     words |= {} if lora.alpha == 2 * lora.rank else {"lora_alpha": lora.alpha}
     words |= {} if lora.targets == ALL_LINEAR else {"lora_targets": lora.targets}
@@ -480,7 +480,7 @@ _ELEMENT_BYTES = 2 + 4 + 4
 
 
 def is_fused(cell: Cell, shape: ModelShape | None, families: Collection[str] = LIGER) -> bool:
-    """True if the settings have a chunked loss, and the family is listed or the model unknown."""
+    """True if a chunked loss is asked for and the trainer fuses it for this family."""
     is_known = shape is None or shape.model_type in families
     return is_known and not cell.settings.holds_logits
 

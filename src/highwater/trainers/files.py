@@ -61,7 +61,7 @@ from highwater.units import format_tokens
 
 
 class FineTuning(NamedTuple):
-    """A training to be written as a trainer's configuration."""
+    """What a file for a finetuner is written from: cell, length, model, rollout."""
 
     cell: Cell
     length_tokens: int
@@ -100,7 +100,7 @@ class TrialPlace(NamedTuple):
 
 
 class FinetunerTrial(NamedTuple):
-    """A trial, with the paths of its processes."""
+    """A trial of a finetuner, with the paths that its processes use."""
 
     spec: TrialSpec
     shape: ModelShape
@@ -129,7 +129,7 @@ class FinetunerTrial(NamedTuple):
 
 
 class Finetuner(ABC):
-    """A trainer whose configuration can be emitted, and whose trials can be written and started."""
+    """A trainer for fine-tuning: writes its file for a user, and for a trial."""
 
     name: ClassVar[ForeignName]
     words: ClassVar[Dialect]
@@ -194,10 +194,8 @@ class Finetuner(ABC):
             beside=self.beside(training),
         )
 
-    def refuse(self, cell: Cell, launched: FinetunerTrial | None = None) -> None:  # noqa: ARG002
-        """Raise UsageError for an objective, a layout or an optimizer that the trainer lacks, in a
-        file that is emitted, or else in a trial.
-        """
+    def refuse(self, cell: Cell) -> None:
+        """Raise UsageError for an objective, a layout or an optimizer that the trainer lacks."""
         words, has_copies = self.words, self.has_copies or is_ddp(cell)
 
         def obstacle(objective: Objective, layout: Layout) -> str | None:
@@ -208,6 +206,10 @@ class Finetuner(ABC):
 
         refuse_obstacle(cell, obstacle)
         words.refuse_optimizer(cell.settings)
+
+    def shared_otherwise(self, launched: FinetunerTrial) -> UsageError | None:  # noqa: ARG002
+        """The error for a trial whose degrees of sharing the trainer would change; None: none."""
+        return None
 
     def variables(self, settings: Settings) -> dict[str, str]:
         """Environment variables for the emitted command."""
@@ -239,7 +241,7 @@ class Finetuner(ABC):
 
     @abstractmethod
     def values(self, training: FineTuning) -> dict[str, Value]:
-        """Fields of the configuration: all that affect memory, and stand-ins for the data."""
+        """Fields of the emitted file: all that change memory, and placeholders for data."""
 
     @abstractmethod
     def command(self, training: FineTuning) -> str:
@@ -251,17 +253,17 @@ class Finetuner(ABC):
 
     @abstractmethod
     def own(self, launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields that a trial sets, by the trial and its emitted fields; None: field removed."""
+        """Fields that a trial sets over the user's and emitted ones; None removes a field."""
 
     @abstractmethod
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> TrialFiles:
-        """The files made of the merged fields, after resolving fields that exclude each other."""
+        """The files of a trial, once fields that exclude each other are sorted out."""
 
     @abstractmethod
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
-        """The command that starts a trial; ``words`` start the trainer's program."""
+        """The command that starts a trial; ``words`` are the trainer's program, as typed."""
 
 
 def is_ddp(cell: Cell) -> bool:
@@ -270,10 +272,12 @@ def is_ddp(cell: Cell) -> bool:
 
 
 def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
-    """The user's files ``base``, changed for a trial. Raises UsageError if either rules it out."""
+    """The files of a trial on top of the user's. Raises UsageError if either forbids it."""
     length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
     refuse_unlaunched(launched.spec, name=trainer.words.name)
-    trainer.refuse(launched.cell, launched)
+    trainer.refuse(launched.cell)
+    if (shared_otherwise := trainer.shared_otherwise(launched)) is not None:
+        raise shared_otherwise
     if length_tokens % multiple:
         near_tokens = length_tokens + -length_tokens % multiple
         raise UsageError(
@@ -345,18 +349,19 @@ def _is_one(name: str, patterns: Iterable[str]) -> bool:
 
 def trial_start(trainer: Finetuner) -> TrialStart:
     """How trials of a trainer are started."""
-    return TrialStart(partial(_prepare, trainer), partial(check_finetuner, trainer))
+
+    def notes(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:
+        return _checked(trainer, spec, foreign, has_flash, Path("there"))[1].notes
+
+    return TrialStart(partial(_prepare, trainer), notes)
 
 
 def _prepare(
     trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome
 ) -> ForeignCommand:
-    """Write a trial's files, and return its command. Raises HighwaterError as the check does."""
-    check_finetuner(trainer, spec, foreign, home.has_flash)
-    folder = home.folder
-    words = foreign.command or (trainer.program,)
-    trial = launched(spec, _place(spec, folder), has_flash=home.has_flash(words[0]))
-    files = trial_files(trainer, trial, finetuner_base(trainer, foreign))
+    """Write a trial's files, and return its command. Raises the errors of ``_checked``."""
+    folder, words = home.folder, foreign.command or (trainer.program,)
+    trial, files = _checked(trainer, spec, foreign, home.has_flash, folder)
     documents = DocumentOrder(
         path=str(folder / DOCUMENTS),
         kind="text",
@@ -385,18 +390,17 @@ def _prepare(
     )
 
 
-def check_finetuner(
-    trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash
-) -> tuple[str, ...]:
-    """Notes on a trial. Raises HighwaterError if the trainer is missing or cannot express it."""
+def _checked(
+    trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash, folder: Path
+) -> tuple[FinetunerTrial, TrialFiles]:
+    """The trial in a folder, and the contents of its files. Raises HighwaterError if the trainer is
+    missing or cannot express it.
+    """
     program = (foreign.command or (trainer.program,))[0]
-    files = trial_files(
-        trainer,
-        launched(spec, _place(spec, Path("there")), has_flash=has_flash(program)),
-        finetuner_base(trainer, foreign),
-    )
+    trial = launched(spec, _place(spec, folder), has_flash=has_flash(program))
+    files = trial_files(trainer, trial, finetuner_base(trainer, foreign))
     refuse_no_program(program, trainer.words.name, trainer.package, trainer.program)
-    return files.notes
+    return trial, files
 
 
 def finetuner_base(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
@@ -405,7 +409,7 @@ def finetuner_base(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
 
 
 def launched(spec: TrialSpec, place: TrialPlace, *, has_flash: bool) -> FinetunerTrial:
-    """The trial with its paths, and with the model's shape and YaRN."""
+    """The trial with its paths, its model's shape, and YaRN if the length needs it."""
     model = load_model(spec.model_directory)
     return FinetunerTrial(
         spec=spec,

@@ -37,7 +37,7 @@ QUIET = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignCommand:
-    """The command of one trial."""
+    """What a foreign trainer's trial starts: words, environment, and how steps are counted."""
 
     words: tuple[str, ...]
     """The command; its first word is a program's path or name."""
@@ -53,7 +53,7 @@ HasFlash = Callable[[str], bool]
 
 
 class TrialHome(NamedTuple):
-    """The folder of a trial, and functions that its launcher provides to the preparation."""
+    """A trial's folder, and what its launcher does for whoever prepares it."""
 
     folder: Path
     """The trial's own folder, deleted after it; empty but for ``output``."""
@@ -86,7 +86,7 @@ def path_of(program: str) -> str:
 
 
 class OwnFile(NamedTuple):
-    """The user's own configuration file of a trainer."""
+    """The user's own file for a trainer: its fields, and its name in messages."""
 
     config: Mapping[str, Any] = MappingProxyType({})
     """Fields of the file; empty without a file."""
@@ -108,7 +108,7 @@ class TrialFiles(NamedTuple):
 
 
 def told_of(source: str, changed: Collection[str], left: Collection[str] = ()) -> tuple[str, ...]:
-    """Notes on the user's fields in ``source`` that a trial changes, and those it leaves out."""
+    """Notes on the fields of ``source`` that a trial changes, and on those it drops."""
     said = {
         f"the trial's own in {source}": changed,
         f"left out of {source}, the data and the reports being the trial's": left,

@@ -39,7 +39,7 @@ from highwater.memory.formula.formula import outside_terms_of
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import MomentBytes, bytes_of, products
 from highwater.memory.trainers import TrainerMemory
-from highwater.model.footprint import (
+from highwater.model.held_bytes import (
     device_state_bytes,
     gradient_bytes,
     paged_bytes,
@@ -70,7 +70,7 @@ _ZERO_NORM = 250_000_000
 
 
 class Moments(Record, frozen=True, kw_only=True):
-    """Memory of one family's layers and loss, as moments (memory/formula/moments.py)."""
+    """What traces taught of Hugging Face's step: bytes of layers and of the loss by family."""
 
     kept: MomentBytes
     """Memory that a layer keeps until its backward pass."""

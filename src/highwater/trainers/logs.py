@@ -144,7 +144,7 @@ def steps_of(
 
 
 def logged_steps(text: str) -> Iterator[Mapping[str, object]]:
-    """The dictionary that Hugging Face's Trainer logged for each step."""
+    """Yield what Hugging Face's Trainer logged at each step, as dictionaries."""
     for found in _DICT.finditer(text):
         try:
             said: object = ast.literal_eval(found[0])
@@ -217,7 +217,7 @@ _RESUMED = re.compile(r"\bresum(?:ing|ed)\b", re.IGNORECASE)
 
 
 class StepsShown(NamedTuple):
-    """The finished steps that a log shows."""
+    """How many steps a log shows as done, and whether it shows the end."""
 
     steps: int = 0
     """Lower bound of the finished steps."""
@@ -251,7 +251,7 @@ class _Mark(NamedTuple):
 
 
 def progress_of(lines: Sequence[LogLine], *, steps: int, pattern: str | None = None) -> StepsShown:
-    """Read the finished steps, of ``steps``, from log lines, by a pattern or by known formats."""
+    """Count done steps of ``steps`` in log lines: by ``pattern``, else by known formats."""
     usual = list(_usual(lines, steps))
     marks = list(_matched(lines, pattern, steps)) if pattern else usual
     done = [mark for mark in marks if mark.steps]

@@ -18,7 +18,6 @@ from highwater.model.model_place import catalog_model, is_hub_id
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell
 from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
 from highwater.trainers.accelerate import ENDS
 from highwater.trainers.emitted import (
@@ -160,18 +159,16 @@ class _MsSwift(Finetuner):
             **{f"ENV.{name}": value for name, value in variables.items()},
         }
 
-    def refuse(self, cell: Cell, launched: FinetunerTrial | None = None) -> None:
-        super().refuse(cell, launched)
-        if launched is None:
-            return
-        layout = cell.layout
+    def shared_otherwise(self, launched: FinetunerTrial) -> UsageError | None:
+        layout = launched.spec.layout
         by_heads = _sharing_heads(layout, launched.shape)
-        if by_heads != layout.ulysses_degree:
-            raise UsageError(
-                f"ms-swift shares heads among {by_heads} of {layout.context_degree} GPUs, as the "
-                f"model's {launched.shape.kv_heads} key heads have it",
-                hint=f"use `--ulysses {by_heads} --ring {layout.context_degree // by_heads}`",
-            )
+        if by_heads == layout.ulysses_degree:
+            return None
+        return UsageError(
+            f"ms-swift shares heads among {by_heads} of {layout.context_degree} GPUs, as the "
+            f"model's {launched.shape.kv_heads} key heads have it",
+            hint=f"use `--ulysses {by_heads} --ring {layout.context_degree // by_heads}`",
+        )
 
     def own(self, launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
         spec, place = launched.spec, launched.place

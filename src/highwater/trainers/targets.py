@@ -53,7 +53,7 @@ class Emit(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmitTarget:
-    """A trainer for which configurations are emitted."""
+    """A trainer that ``emit --for`` writes for: how, and which settings it can say."""
 
     file: str
     """Name of the configuration's file, which the start command contains."""
@@ -121,7 +121,7 @@ def refuse_drafts(target: Target, draft: Recommendation, *, model: str) -> None:
 
 
 class Configured(NamedTuple):
-    """A candidate with its configuration."""
+    """A candidate, and the configuration that was written for it."""
 
     candidate: Candidate
     emitted: Emitted
@@ -215,7 +215,7 @@ def _without_words(target: Target, unknown: Mapping[str, object]) -> UsageError:
 
 
 def named(cell: Cell) -> dict[str, object]:
-    """Settings of a cell that differ from the default, by the names that users type, in order."""
+    """Settings and degrees of a cell that are not defaults, by the names that users type."""
     differs: dict[str, object] = {
         row.name: row.typed_for(getattr(cell.settings, row.sets))
         for row in DECLARED.values()

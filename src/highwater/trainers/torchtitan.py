@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from highwater.errors import UsageError
-from highwater.model.footprint import policy_parameters
+from highwater.model.held_bytes import policy_parameters
 from highwater.model.model import load_model
 from highwater.model.model_place import is_hub_id
 from highwater.nouns.objective import ATTENTION, MLP, Lora

@@ -36,7 +36,7 @@ from highwater.memory.table_accuracy import PUBLISHED_SETTINGS
 from highwater.memory.trace.replay import Replayed, ScaledTrace, alive_at, ran_out, replay_trace
 from highwater.memory.trainers import BundledReplay, TrainerMemory
 from highwater.model.families import family_row
-from highwater.model.footprint import (
+from highwater.model.held_bytes import (
     device_state_bytes,
     host_state_bytes,
     layer_input_bytes,
@@ -240,7 +240,7 @@ give the most cells exactly (docs/results/lab/outside_scan.py). On H200s these w
 
 
 class BundledTrace(Record, frozen=True, kw_only=True):
-    """Trace of the step of one model on one layout, on the fullest rank."""
+    """A traced step of one model on one layout, which comes with the package."""
 
     shape: ModelShape
     layout: Layout

@@ -28,7 +28,7 @@ SAVING = ("allocator", "loss", "liger", "activations", "recompute")
 
 
 class FileWords(Record, frozen=True, kw_only=True):
-    """A trainer's names of fields, by meaning; empty: the trainer has no such field."""
+    """How a trainer's file names what we set: its fields by meaning; empty: it has none."""
 
     length: str = ""
     rows: str = "per_device_train_batch_size"
@@ -86,7 +86,7 @@ _THEIRS = {
 
 
 class FileSettings(NamedTuple):
-    """The settings, the length and notes from a user's file."""
+    """What a user's file says: settings, a length, and notes on what was not read."""
 
     settings: dict[str, Any]
     """Fields of ``Request``."""

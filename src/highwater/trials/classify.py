@@ -18,7 +18,7 @@ _ERROR_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt): .*$", re.M
 
 
 class Ending(Record, frozen=True, kw_only=True):
-    """How the processes of a trial ended: exits, reports and output."""
+    """How a trial's processes ended: exit codes, ranks' reports, and the end of the log."""
 
     exit_code: int | None
     """Exit status of the reaper; None if the trial was ended because its time was up."""
@@ -35,14 +35,14 @@ class Ending(Record, frozen=True, kw_only=True):
 
 
 class Verdict(NamedTuple):
-    """An outcome, and a line of text that explains it."""
+    """A trial's outcome, and one line that says why."""
 
     outcome: Outcome
     reason: str
 
 
 def classify(spec: TrialSpec, ending: Ending) -> Verdict:
-    """Decide a trial's outcome. Text that ranks wrote counts only if a rank left no report."""
+    """The outcome of our engine's trial. What ranks printed counts only without a report."""
     return failure_of(spec, ending) or _classify_reports(spec, ending.reports)
 
 

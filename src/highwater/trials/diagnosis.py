@@ -26,7 +26,7 @@ _ENTRIES = 40_000
 
 
 class MemoryDiagnosis(Record, frozen=True, kw_only=True):
-    """The result of repeating a trial."""
+    """What a second run of a failed trial showed, with its memory recorded."""
 
     spec: TrialSpec
     outcome: Outcome | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from highwater.errors import HighwaterError, MachineError
-from highwater.model.footprint import step_flops
+from highwater.model.held_bytes import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_json, read_file, to_json
 from highwater.nouns.environment import Profiling, SnapshotOrder
@@ -65,7 +65,7 @@ def started(
     log: IO[bytes],
     across: Across | None,
 ) -> Generator["StartedRanks"]:
-    """Context manager: start the ranks in a new folder, here or on the machines of ``across``."""
+    """Context manager: the running ranks of a trial or training, on one or more machines."""
     with private_folder() if across is None else across.folder() as folder:
         yield StartedRanks(spec, folder, environment, log, across)
 

@@ -241,7 +241,7 @@ EndedFor = Literal["timeout", "hang"]
 
 
 class ForeignEnding(Record, frozen=True, kw_only=True):
-    """How the processes of a foreign trainer's trial ended, and the end of their log."""
+    """How a foreign trainer's processes ended, and the end of their log."""
 
     exit_code: int | None
     """Exit status of the command, 128 + n for signal n; None if the trial was ended."""
@@ -259,7 +259,7 @@ class ForeignEnding(Record, frozen=True, kw_only=True):
 
 
 class Evidence(Record, frozen=True, kw_only=True):
-    """Steps and lack of memory that the log of a running trial shows."""
+    """What the log of a running trial shows: steps that are done, lack of memory."""
 
     steps: int
     has_run_out: bool

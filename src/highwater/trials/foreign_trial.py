@@ -77,7 +77,7 @@ then the rank that failed is known by its error."""
 
 
 class SampledPeak:
-    """Peaks of one trial's memory, sampled by a thread until now."""
+    """Largest memory that a thread has seen of a trial's processes and GPUs until now."""
 
     def __init__(self, reaper: int, gpus: Sequence[int]) -> None:
         """Watch the descendants of ``reaper`` (process id), and ``gpus``; (): only the CPU."""
@@ -189,7 +189,7 @@ def _sample(peak: SampledPeak, gpus: Sequence[int], over: Event) -> None:
 
 
 def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
-    """Collect, once each, the notes on these trials; raise HighwaterError if one cannot run."""
+    """Notes on foreign trainers' trials, each once. Raises HighwaterError if one cannot run."""
     said: dict[str, None] = {}
     for spec in specs:
         if spec.foreign is None:
@@ -259,7 +259,7 @@ def bounded_allocator(spec: TrialSpec, gpus: tuple[str, ...] | None) -> dict[str
     totals = [gpu.memory_total_bytes for gpu in probe(gpus).gpus[: spec.layout.gpus]]
     if budget is None or spec.device == "cpu" or not totals:
         return {}
-    if budget.allocator_cap_bytes <= 0:
+    if not budget.allocator_cap_bytes:
         raise UsageError(
             f"a memory of {format_bytes(budget.budget_bytes)} is taken by context and NCCL alone",
             hint="use a larger `--memory`",
@@ -292,12 +292,7 @@ def memory_budget(spec: TrialSpec) -> MemoryBudget | None:
     shape = load_model(spec.model_directory).shape
     terms = outside_terms(shape, spec.settings, spec.layout, spec.device)
     nccl = sum(term.bytes for term in terms if "NCCL" in term.name)
-    return MemoryBudget(
-        budget_bytes=spec.memory_budget_bytes,
-        context_bytes=context,
-        nccl_bytes=nccl,
-        allocator_cap_bytes=spec.memory_budget_bytes - context - nccl,
-    )
+    return MemoryBudget.split(spec.memory_budget_bytes, context_bytes=context, nccl_bytes=nccl)
 
 
 _READ_BYTES = 32 * MIB

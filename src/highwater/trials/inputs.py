@@ -142,7 +142,7 @@ _MOST_SENT_BYTES = 32 * MIB
 
 
 class ModelFiles(Record, frozen=True, kw_only=True):
-    """The files of one model's directory."""
+    """Names and sizes of a model's files, so that other machines can be sent them."""
 
     directory: str
     sizes: dict[str, int]

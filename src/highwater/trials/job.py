@@ -41,7 +41,7 @@ Report = TypeVar("Report")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Generic[Report]):
-    """An order for a module of the data plane, and the text of the error if there is no report."""
+    """A module to run in a process of its own, the type of its report, and its error's words."""
 
     module: str
     report: type[Report]
@@ -154,7 +154,7 @@ def exit_code_of(
 
 
 def end_reaper(process: subprocess.Popen[bytes]) -> None:
-    """Kill the reaper and all its processes. A second Ctrl-C is delayed until all have ended."""
+    """Kill a reaper and its processes; a second Ctrl-C waits until all have ended."""
     process.send_signal(END_AT_ONCE)
     deadline = time.monotonic() + _END_S
     interrupt: KeyboardInterrupt | None = None

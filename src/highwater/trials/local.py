@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from highwater.errors import MachineError
 from highwater.memory.formula.layers import Step, host_activation_bytes
-from highwater.model.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
+from highwater.model.held_bytes import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.model.model import load_model
 from highwater.nouns.hardware import SAME_MEMORY, Gpu, Machine
 from highwater.nouns.trial import (
@@ -29,7 +29,7 @@ from highwater.trials.probe import EMPTY_GPU_BYTES, probe
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Occupant:
-    """A running trial and its place: the GPUs or the node it uses."""
+    """A running trial, and the GPUs or the node that it uses."""
 
     spec: TrialSpec
     ended: Event = field(default_factory=Event)
@@ -39,7 +39,7 @@ OccupantT = TypeVar("OccupantT", bound=Occupant)
 
 
 class SeveralAtOnce(ABC, Generic[OccupantT]):
-    """A ``Runner`` that gives each trial a place (GPUs or a node) and a thread."""
+    """Runs several trials, each in a thread and on GPUs, or a node, of its own."""
 
     def __init__(self, most_trials: int | None) -> None:
         """``most_trials``: most trials at a time; None: as many as there are places."""
@@ -214,7 +214,7 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
 
 
 def with_time_left(launch: Launch, began: float) -> Launch:
-    """The launch, with the time left since ``began`` (monotonic, in seconds) as its timeout."""
+    """The launch with as many seconds as are left of its time limit since ``began``."""
     if launch.timeout_s is None:
         return launch
     left_s = max(0.0, launch.timeout_s - (time.monotonic() - began))
@@ -232,7 +232,7 @@ def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def host_bytes(spec: TrialSpec) -> int:
-    """Host memory that a trial takes at least: processes, states, on the CPU its whole limit."""
+    """Bytes of host memory that a trial takes at least; on the CPU all that it may use."""
     each = PROCESS_BYTES + (spec.memory_budget_bytes or 0 if spec.device == "cpu" else 0)
     return spec.layout.machine_gpus * each + _kept_on_the_host(spec)
 
@@ -253,7 +253,7 @@ def _kept_on_the_host(spec: TrialSpec) -> int:
 
 
 def blames_the_host(result: TrialResult, spec: TrialSpec) -> bool:
-    """True if the machine's memory ran out, rather than the memory that the trial may use."""
+    """True if the machine's memory ran out, and not what the trial was allowed."""
     if spec.device == "cuda":
         return result.outcome is Outcome.HOST_OUT_OF_MEMORY
     failures = (rank.failure for rank in result.ranks)

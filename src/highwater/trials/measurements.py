@@ -35,7 +35,7 @@ from highwater.trials.probe import (
     probe,
     refuse_busy_gpus,
     refuse_package_obstacles,
-    refuse_torch_without_gpu,
+    torch_without_gpu,
 )
 from highwater.trials.ranks import RankExit, RankShare, read_left
 from highwater.trials.reaper import module, under_reaper
@@ -59,7 +59,8 @@ def read_constants(gpus: int) -> Constants:
     """Measure constants of ``gpus`` GPUs in half a minute; MachineError if nothing is measured."""
     machine = probe()
     refuse_package_obstacles(machine)
-    refuse_torch_without_gpu(machine)
+    if (error := torch_without_gpu(machine)) is not None:
+        raise error
     refuse_busy_gpus(machine, count=gpus)
     job = Job(
         module="highwater.engine.training.machine_readings",

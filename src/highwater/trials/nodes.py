@@ -47,7 +47,7 @@ _ORDER = "node.json"
 
 
 class NodeOrder(Record, frozen=True, kw_only=True):
-    """Order for every machine: ranks to start, and the GPUs and model that it must have."""
+    """What each machine gets to start its ranks of a trial: which, on what GPUs and model."""
 
     trial: TrialSpec
     worker: tuple[str, ...]
@@ -64,7 +64,7 @@ class NodeOrder(Record, frozen=True, kw_only=True):
 
 
 class Across(Record, frozen=True, kw_only=True):
-    """How the ranks of several machines are started, and how their process group is set up."""
+    """How several machines start the ranks of one trial, and how those meet."""
 
     launcher: tuple[str, ...]
     nodes: int

@@ -169,14 +169,14 @@ def refuse_package_obstacles(machine: Machine, *, before: str = "") -> None:
         raise MachineError(f"{before}{'; '.join(obstacles)}", hint=hint)
 
 
-def refuse_torch_without_gpu(machine: Machine) -> None:
-    """Raise MachineError when torch cannot use the driver's GPUs; asking it takes 2 to 3 s."""
+def torch_without_gpu(machine: Machine) -> MachineError | None:
+    """The error for a torch that cannot use the driver's GPUs; None if it can. Takes 2 to 3 s."""
     done = answered([sys.executable, "-P", "-c", _ASK_TORCH])
     torch = f"torch {machine.versions.get('torch', '')}".strip()
     reinstall = f"`pip install --force-reinstall '{_TORCH_REQUIREMENT}'`"
     match done.stdout.decode(errors="replace").split()[-2:]:
         case [_, "True"]:
-            return
+            return None
         case ["None", "False"]:
             problem = f"{torch} is built without CUDA: it cannot use the GPU"
             hint = f"{reinstall} installs a build with CUDA"
@@ -189,7 +189,7 @@ def refuse_torch_without_gpu(machine: Machine) -> None:
             said = (words or [f"exit status {done.returncode}"])[-1]
             problem = f"{torch} cannot be imported: {said}"
             hint = reinstall
-    raise MachineError(problem, hint=hint)
+    return MachineError(problem, hint=hint)
 
 
 def visible_indices(uuids: Sequence[str], visible: str | None) -> tuple[int, ...]:

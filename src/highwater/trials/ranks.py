@@ -69,7 +69,7 @@ def answered(
 
 
 class RankExit(Record, frozen=True, kw_only=True):
-    """The end of one rank's process; a rank killed because another had failed has no record."""
+    """How one rank's process ended; a rank killed because another failed has no record."""
 
     rank: int
     status: int
@@ -79,7 +79,7 @@ class RankExit(Record, frozen=True, kw_only=True):
 
 
 class RanksLeft(Record, frozen=True, kw_only=True):
-    """What the ranks of one machine left besides their reports: exits, and kills by the kernel."""
+    """How the ranks of one machine ended, and how many the kernel killed."""
 
     exits: tuple[RankExit, ...] = ()
     """Exits of the ranks, the earliest first; empty if no reaper lived to write them."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from highwater.errors import HighwaterError, MachineError
 from highwater.nouns.codec import Record, open_regular, read_file
 from highwater.nouns.environment import allocator_environment
-from highwater.nouns.hardware import Machine, refuse_unfit_gpu
+from highwater.nouns.hardware import Machine, unfit_gpu
 from highwater.nouns.request import Request
 from highwater.nouns.trial import (
     Device,
@@ -46,7 +46,7 @@ from highwater.trials.probe import (
     OLDEST,
     package_obstacles,
     probe,
-    refuse_torch_without_gpu,
+    torch_without_gpu,
     versions_of,
 )
 from highwater.trials.trial_process import log_path_of, private_folder
@@ -85,7 +85,7 @@ _CHUNK_BYTES = 4 * MIB
 
 
 class Needs(Record, frozen=True, kw_only=True):
-    """What the trials of a search need on each node."""
+    """What every node of a cluster must have for a search's trials."""
 
     on_gpus: bool
     model: ModelFiles
@@ -98,7 +98,7 @@ class Needs(Record, frozen=True, kw_only=True):
 
 
 class Node(Record, frozen=True, kw_only=True):
-    """One node of a cluster: the resources that Ray assigns, and the machine as read there."""
+    """One node of a Ray cluster: what Ray may give of it, and its machine."""
 
     node_id: str
     cpus: float
@@ -138,7 +138,7 @@ def _name(node_id: str) -> str:
 
 
 class Demand(Record, frozen=True, kw_only=True):
-    """The part of one node that a trial takes."""
+    """What a trial takes of one node: GPUs, cores or memory."""
 
     gpus: int
     cpus: float
@@ -154,7 +154,7 @@ class Demand(Record, frozen=True, kw_only=True):
 
 
 class Wanted(Record, frozen=True, kw_only=True):
-    """Resources requested from Ray, and the nodes that may give them."""
+    """What is asked of Ray for a trial, and the nodes that may give it."""
 
     demand: Demand
     first: str
@@ -177,7 +177,7 @@ class NodeTrial(Record, frozen=True, kw_only=True):
 
 
 class RayOrder(Record, frozen=True, kw_only=True):
-    """An order for a Ray cluster: run a trial or, if there is none, read the nodes."""
+    """What a process on a Ray cluster does: one trial or, without one, reading the nodes."""
 
     address: str
     needs: Needs
@@ -185,7 +185,7 @@ class RayOrder(Record, frozen=True, kw_only=True):
 
 
 class RayReport(Record, frozen=True, kw_only=True):
-    """Result of a ``RayOrder``: the nodes, or the result of a trial."""
+    """What it found or ran: the nodes, or the result of a trial."""
 
     nodes: tuple[Node, ...] = ()
     """The nodes that are alive."""
@@ -435,7 +435,7 @@ class TrialEnd(NamedTuple):
 
 
 class Told(NamedTuple):
-    """Answer of a running trial to ``tell``: phase, new log text and, at last, its end."""
+    """What a running trial says when asked: its phase, more of its log, and its end at last."""
 
     phase: str
     log: bytes
@@ -473,12 +473,11 @@ def _obstacle(machine: Machine, gpus: int, needs: Needs) -> str | None:
         if len(machine.gpus) < gpus or len(names) > 1:
             seen = ", ".join(sorted(names)) or "none"
             return f"Ray hands out {gpus} GPUs, its driver shows: {seen}"
-        try:
-            for gpu in machine.gpus:
-                refuse_unfit_gpu(gpu.name, gpu.compute_capability)
-            if needs.is_engine:
-                refuse_torch_without_gpu(machine)
-        except MachineError as error:
+        unfit = (unfit_gpu(gpu.name, gpu.compute_capability) for gpu in machine.gpus)
+        error = next(filter(None, unfit), None)
+        if error is None and needs.is_engine:
+            error = torch_without_gpu(machine)
+        if error is not None:
             return error.problem
     return needs.model.missing()
 

@@ -139,7 +139,7 @@ def cluster_at(address: str | None, needs: Needs) -> RayCluster:
 
 
 class Chosen(NamedTuple):
-    """The nodes that a search runs on."""
+    """The nodes of a cluster that a search uses, and notes on the others."""
 
     nodes: tuple[Node, ...]
     machine: Machine
@@ -212,7 +212,7 @@ def demand_of(spec: TrialSpec) -> Demand:
 
 
 class Placement:
-    """Tracks which nodes our trials use. Ray may still queue a trial. Not thread-safe."""
+    """Which nodes have room, as far as our own trials use them. Not thread-safe."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = tuple(nodes)

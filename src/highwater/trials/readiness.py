@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from highwater.errors import UsageError
-from highwater.model.footprint import checkpoint_bytes
+from highwater.model.held_bytes import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.environment import refuse_profiling
 from highwater.nouns.foreign_request import LAUNCHED_EXAMPLE as EXAMPLE
 from highwater.nouns.foreign_request import launched_command, program_of, split_words
-from highwater.nouns.hardware import Machine, refuse_unfit_gpu
+from highwater.nouns.hardware import Machine, unfit_gpu
 from highwater.nouns.objective import RolloutRequest
 from highwater.nouns.plan import SHORTEST_TIMEOUT_S
 from highwater.nouns.request import Request
@@ -30,9 +30,9 @@ from highwater.trials.probe import (
     refuse_busy_gpus,
     refuse_missing_package,
     refuse_package_obstacles,
-    refuse_torch_without_gpu,
     refuse_unreadable_gpus,
     release_of,
+    torch_without_gpu,
     versions_of,
 )
 from highwater.units import format_seconds
@@ -75,7 +75,8 @@ def check_machine(
             _refuse_no_function(request.data)
         refuse_missing_package(settings)
         for gpu in used_gpus(machine, device=device, count=gpus):
-            refuse_unfit_gpu(gpu.name, gpu.compute_capability)
+            if (unfit := unfit_gpu(gpu.name, gpu.compute_capability)) is not None:
+                raise unfit
     else:  # another trainer's packages are its own affair
         program, trainer = program_of(request), foreign_name(request.trainer)
         is_launched = trainer is not None and FOREIGN[trainer].is_launched
@@ -99,8 +100,8 @@ def check_machine(
         refuse_unreadable_gpus(machine, count=gpus)
         if not request.allow_busy:
             refuse_busy_gpus(machine, count=gpus)
-        if request.trainer == OURS:
-            refuse_torch_without_gpu(machine)
+        if request.trainer == OURS and (error := torch_without_gpu(machine)) is not None:
+            raise error
 
 
 def check_directories(request: Request, settings: Settings, device: Device) -> None:
@@ -139,7 +140,7 @@ def _refuse_no_function(source: str) -> None:
 
 
 class Feature(Record, frozen=True, kw_only=True):
-    """Commands or flags that need the same packages."""
+    """Commands or flags that need the same packages, and what is missing for them."""
 
     what: str
     """The commands or flags, as they are typed."""

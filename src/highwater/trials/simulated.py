@@ -106,7 +106,7 @@ class SimulatedRunner(OneByOne):
     def _cap_bytes(self, spec: TrialSpec) -> int | None:
         """Bytes that the allocator may reserve; negative if the budget is below the context."""
         limit_bytes = spec.memory_budget_bytes or self._device_total_bytes
-        if isinstance(self._law, PredictedLaw):
+        if isinstance(self._law, LikelyPrediction):
             limit_bytes = self._law.room_bytes(spec)
         return None if limit_bytes is None else limit_bytes - sum(self._outside_bytes(spec))
 
@@ -125,16 +125,11 @@ class SimulatedRunner(OneByOne):
         if spec.memory_budget_bytes is None:
             return None
         context, nccl = self._outside_bytes(spec)
-        return MemoryBudget(
-            budget_bytes=spec.memory_budget_bytes,
-            context_bytes=context,
-            nccl_bytes=nccl,
-            allocator_cap_bytes=max(0, spec.memory_budget_bytes - context - nccl),
-        )
+        return MemoryBudget.split(spec.memory_budget_bytes, context_bytes=context, nccl_bytes=nccl)
 
     def _outside_bytes(self, spec: TrialSpec) -> tuple[int, int]:
         """Bytes outside the allocator: context and others, and NCCL separately."""
-        if not isinstance(self._law, FormulaLaw):
+        if not isinstance(self._law, UpperFormula):
             return context_bytes(spec.device, gpus=spec.layout.gpus), 0
         terms = self._law.outside_terms(spec)
         nccl_bytes = sum(term.bytes for term in terms if "NCCL" in term.name)
@@ -142,8 +137,8 @@ class SimulatedRunner(OneByOne):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormulaLaw:
-    """Memory law: bytes by the closed form of our engine."""
+class UpperFormula:
+    """Law of our engine's trials: the upper end of the formula, which is seldom too low."""
 
     shape: ModelShape
 
@@ -159,8 +154,8 @@ class FormulaLaw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictedLaw(FormulaLaw):
-    """The law of ``highwater predict``: a length fits if its upper estimate fits with headroom."""
+class LikelyPrediction(UpperFormula):
+    """Bytes as ``highwater predict`` has them: likely bytes against the room for their interval."""
 
     question: Question
     limit: MemoryLimit

@@ -80,7 +80,7 @@ def predict_traced(
 
 @dataclass(slots=True, kw_only=True)
 class CellTraces:
-    """Traces of one cell, made once each, two at a time; and the predictor that replays them."""
+    """Traces of one cell at several lengths, two made at a time; and what replays them."""
 
     by_formula: FormulaPredictor
     tracer: Tracer
@@ -176,7 +176,7 @@ _TIMEOUT_S = 1800.0
 
 
 class CachedTracer:
-    """Traces the fullest rank of a trial, or reads a cached trace; leaving it ends all tracing."""
+    """Returns the trace of a trial's fullest rank, kept on disk; ends its tracers when left."""
 
     def __init__(
         self,

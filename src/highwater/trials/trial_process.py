@@ -185,7 +185,7 @@ def log_tail(log: IO[bytes], most_bytes: int = _TAIL_BYTES) -> str:
 
 
 class OneLaunch(NamedTuple):
-    """A trial with an open log, and the arguments of its launch."""
+    """A trial with its open log and the arguments that it was launched with."""
 
     spec: TrialSpec
     log: IO[bytes]

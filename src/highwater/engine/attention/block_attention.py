@@ -36,7 +36,7 @@ _OPERATORS = [
 
 
 class Block(NamedTuple):
-    """One call: queries that all see the same keys and values, causally or fully."""
+    """One kernel call: queries that all see the same keys and values, causally or fully."""
 
     query_BHQD: Tensor
     key_BKLD: Tensor
@@ -312,7 +312,7 @@ def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class KeptByLayer(Protocol):
-    """Tensors that a layer keeps for its backward pass; see engine/activations/host."""
+    """What a layer keeps tensors in for its backward pass; see engine/activations/host."""
 
     def keep(self, tensors: Sequence[Any]) -> None:
         """Keep one group of tensors for the backward pass."""
@@ -331,7 +331,7 @@ _KEPT: ContextVar[Keeping | None] = ContextVar("kept in recompute", default=None
 
 
 def attended(attend: Callable[[], Attended]) -> Attended:
-    """Return the result of ``attend``; in a recomputation that kept from the forward pass."""
+    """Result of ``attend``; in a recomputation the one that the forward pass kept, if any."""
     kept = _KEPT.get()
     return attend() if kept is None else kept(attend)
 
@@ -383,7 +383,7 @@ def keeping(keep: Callable[[Attended], None]) -> Generator[None]:
 
 
 def giving(take: Callable[[], Attended]) -> AbstractContextManager[None]:
-    """Context manager: take attention outputs from ``take`` instead of computing them."""
+    """Context manager: attention outputs come from ``take``, and are not computed."""
     return _set(lambda _: take())
 
 

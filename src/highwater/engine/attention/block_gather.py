@@ -37,7 +37,7 @@ AttendTable = Callable[[Tensor, Tensor, Tensor, BlockTable, float], tuple[Tensor
 
 
 class SparseAttention(NamedTuple):
-    """Result of block-sparse attention."""
+    """Output of block-sparse attention, with the log-sum-exp of each query."""
 
     output_BHSD: Tensor
     log_sums_BHS: Tensor

@@ -30,7 +30,7 @@ _SCORED_AT_ONCE = 2**22
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """Kept pairs of blocks of one sequence, sorted by block of queries."""
+    """Pairs of blocks that a sparse pattern keeps in one sequence, sorted by queries' block."""
 
     length_tokens: int
     block_size: int
@@ -212,7 +212,7 @@ def _means(tensor_NSD: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Positions of the tokens of each tile, in the tensor that is held and in their document."""
+    """Which tokens each tile of a row holds, and where they stand in their document."""
 
     size: int
     """Tokens of a full tile."""
@@ -238,7 +238,7 @@ class Tiles:
         return (self.places_R[:, None] + within_b * self.step).clamp(max=max(0, self.held - 1))
 
     def is_token(self, tiles: Tensor | slice) -> Tensor:
-        """True where tiles have a token; shape of ``tiles`` plus a dimension of ``size``."""
+        """True where a place of a tile holds a token, and no filling; ``tiles`` by ``size``."""
         within_b = torch.arange(self.size, device=self.counts_R.device)
         return within_b < self.counts_R[tiles][..., None]
 
@@ -274,7 +274,7 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)
 class TilePairs:
-    """Kept pairs of a query tile and a key tile, sorted by query tile; and bounds on their keys."""
+    """Pairs of a tile of queries and one of keys that attend, with bounds on the keys."""
 
     queries: Tiles
     keys: Tiles

@@ -29,7 +29,7 @@ _DENSE_BLOCK = 128
 
 
 class Branch(NamedTuple):
-    """Rows of tokens with one segment length, rate and offset, for every ``rate``-th head."""
+    """A branch of dilated attention: every ``rate``-th token of a segment, and some heads."""
 
     segment: int | None = None
     """Tokens of a segment; None: whole documents."""
@@ -87,7 +87,7 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Work of one rank with another rank's keys, and the tokens that are sent to it for this."""
+    """What one rank computes with another's keys, and the tokens whose keys are sent."""
 
     pairs: tuple[TilePairs, ...]
     """Passes to merge; their key tiles index the tokens that are sent, or the rank's own."""

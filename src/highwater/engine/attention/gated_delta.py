@@ -41,7 +41,7 @@ _NORM_EPSILON = 1e-6
 
 
 class DeltaHeads(NamedTuple):
-    """Heads of a layer; consecutive value heads share a key head."""
+    """Numbers of key and value heads of linear attention; neighbours share a key head."""
 
     key_heads: int
     value_heads: int
@@ -95,7 +95,7 @@ DeltaPass = Literal["forward", "backward", "forward across", "backward across"]
 
 
 class DeltaPlan(NamedTuple):
-    """Everything that a pass needs besides tensors: documents, heads, slice."""
+    """What a pass of the delta rule needs besides tensors: documents, heads, this rank's part."""
 
     heads: DeltaHeads
     documents_S: Tensor

@@ -70,7 +70,7 @@ _DIGITS = 16
 
 
 class ProofSizes(NamedTuple):
-    """Sizes of a proof's input, which is one sequence with two key/value heads."""
+    """Sizes of the small input on which a kernel is compared with plain attention."""
 
     groups: int
     """Query heads of each key/value head."""

@@ -35,7 +35,7 @@ _TILE = 128
 
 
 class Front(NamedTuple):
-    """The first tokens of a long document, whose queries go through cuDNN."""
+    """The first tokens of a long document, whose queries cuDNN computes."""
 
     start: int
     stop: int
@@ -59,7 +59,7 @@ class SharedCall(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Kernel calls for a packed row: together they compute each query once."""
+    """The kernel calls that compute each query of a packed row once."""
 
     fronts: tuple[Front, ...]
     shared: tuple[SharedCall, ...]

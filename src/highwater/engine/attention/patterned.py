@@ -59,7 +59,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """Lengths of the documents of one attention call, with their pattern and kernel."""
+    """Lengths of the packed documents of one attention call, and how they attend."""
 
     lengths: tuple[int, ...]
     pattern: Pattern
@@ -71,7 +71,7 @@ class Documents:
 
 
 class PatternAttention(NamedTuple):
-    """Result of attention in a pattern."""
+    """Output of attention by a pattern, with the log-sum-exp of each query."""
 
     output_BSHD: Tensor
     log_sums_BHS: Tensor

@@ -159,7 +159,7 @@ class PlainBlock(NamedTuple):
 
 
 class RowsAtHand(NamedTuple):
-    """Rows of queries, and the contiguous stretch of keys that they read."""
+    """Some rows of queries, and the stretch of keys and values that they read."""
 
     queries: slice
     keys: slice

@@ -41,8 +41,8 @@ from highwater.engine.parallel.mesh import ALONE, SequenceGroups
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import MachineError, ModelError
 from highwater.model.layer_kind import slides
+from highwater.nouns.cells import unringed
 from highwater.nouns.hardware import Kernel
-from highwater.nouns.layout import WIDEST_FUSED_HEAD
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 
@@ -110,7 +110,7 @@ _numbers = count(1)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Our attention as registered with transformers, and the modules that have called it."""
+    """Our attention, by its name in transformers, and the modules that called it so far."""
 
     name: str
     """The value of ``attn_implementation`` to build the model with."""
@@ -180,7 +180,15 @@ def register(
             )
         else:
             if shared.ring is not None:
-                _refuse_in_ring(module, pattern, longest=longest)
+                why = unringed(
+                    longest,
+                    caps_scores=pattern.soft_cap is not None,
+                    widest_head=pattern.is_wide * query_BHSD.shape[-1],
+                    window_tokens=pattern.window_tokens,
+                )
+                if why is not None:
+                    hint = "use `--ulysses` in the place of `--ring`"
+                    raise ModelError(f"{_family(module)}: {why}", hint=hint)
             in_pieces = depth is not None and _layers_from_the_end(module) > depth
             how = {"kernel": kernel, "in_pieces": in_pieces}
             ours = _attend(sequence_layout, shared, pattern=pattern, asks_keeper=asks_keeper, **how)
@@ -269,22 +277,6 @@ def _refuse_features(
         raise refusal(module, "dropout")
     if features.get("is_causal") is False:
         raise refusal(module, "no causal order")
-
-
-def _refuse_in_ring(module: nn.Module, pattern: Pattern, *, longest: int) -> None:
-    """Raise ModelError for windows, capped scores and wide heads, which no ring computes."""
-    if pattern.is_wide:
-        what = f"attends with heads wider than {WIDEST_FUSED_HEAD} numbers, which a ring does not"
-    elif pattern.soft_cap is not None:
-        what = "caps the scores of its attention, which a ring does not"
-    elif pattern.cuts(longest):
-        what = (
-            f"attends in a sliding window of {pattern.window_tokens} tokens, too few for documents "
-            f"of {longest} that a ring shares"
-        )
-    else:
-        return
-    raise ModelError(f"{_family(module)} {what}", hint="use `--ulysses` in the place of `--ring`")
 
 
 def _unsupported(module: nn.Module, feature: str) -> ModelError:

@@ -44,7 +44,7 @@ LONG_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Settings that all steps of one attention call have in common."""
+    """What every step of attention around a ring needs: ranks, lengths, scaling, kernel."""
 
     held_lengths: tuple[int, ...]
     """Tokens of each document that this rank holds, equal on every rank, and even: its first chunk,
@@ -105,7 +105,7 @@ def attend_in_ring(
 
 
 class Pairing(NamedTuple):
-    """Queries and keys of one step that attend, as slices of a document's held tokens."""
+    """Which queries and which keys attend in one step around a ring, by document."""
 
     queries: slice
     keys: slice

@@ -31,7 +31,7 @@ UNTRAINED = -100
 
 
 class Document(NamedTuple):
-    """One document, with the values that objectives need besides its tokens."""
+    """One document as ids, and what objectives need of it besides, such as its reward."""
 
     ids_L: Tensor
     labels_L: Tensor
@@ -83,7 +83,7 @@ class Batch:
 
 
 class Shared(NamedTuple):
-    """One rank's view of a micro-batch that several ranks share; on the host."""
+    """What one rank holds of a micro-batch that several ranks share, in host memory."""
 
     whole: Batch
     layout: SequenceLayout

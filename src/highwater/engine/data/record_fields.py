@@ -145,20 +145,19 @@ class DataRecord(NamedTuple):
                     hint='leave it out; a message with `"weight": 0` is not trained',
                 )
 
-    def refuse_masked(self) -> None:
-        """Raise UsageError if a mask among the fields marks the record as not trained."""
+    def refuse_unread(self, *, may_have_more: bool = False) -> None:
+        """Raise UsageError for a record that a mask among its fields marks as not trained; and,
+        unless it ``may_have_more``, for fields that were not read and are no metadata, repeat no
+        text that was read, and are no mask of ones beside token ids.
+        """
         for name, value in self.fields.items():
             if _says_trained(name, value) is False:
                 raise self.refusal(
                     f"`{name}` is {seen(value)}, by which nothing of the record is trained",
                     hint="leave such records out of the data",
                 )
-
-    def refuse_unread(self) -> None:
-        """Raise UsageError for a masked record, and for fields that were not read, unless they are
-        metadata, repeat texts that were read, or are a mask of ones beside token ids.
-        """
-        self.refuse_masked()
+        if may_have_more:
+            return
         read_texts = {text for name in self.read for text in _texts(self.fields.get(name))}
         has_ids = "input_ids" in self.read
         unread = [

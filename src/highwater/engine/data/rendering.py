@@ -40,7 +40,7 @@ from highwater.errors import UsageError
 
 
 class TokenDocument(NamedTuple):
-    """One sequence of tokens."""
+    """Token ids of one document, and which of them are trained on."""
 
     ids_L: NDArray[np.int64]
     trained_L: NDArray[np.bool_]
@@ -54,7 +54,7 @@ class TokenDocument(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Documents that must be in the same step."""
+    """Documents that must be trained in the same step: a pair, or the answers to a prompt."""
 
     documents: tuple[TokenDocument, ...]
     group: str | int | None = None
@@ -272,7 +272,7 @@ def rollouts(
     else:
         documents = [_document(rendering, record, each, reward) for each in _responses(record)]
     # A reward function is given the whole record, so that no field counts as unread.
-    (record.refuse_masked if reward else record.refuse_unread)()
+    record.refuse_unread(may_have_more=reward is not None)
     if not grouped:
         yield from (Unit((document,)) for document in documents)
     else:

@@ -47,7 +47,7 @@ Measured = tuple[int, int]
 
 
 class Units(NamedTuple):
-    """Units of a corpus: consecutive documents that must be in the same step."""
+    """The documents of a corpus in groups that must be trained in the same step."""
 
     lengths: NDArray[np.int64]
     """Tokens of each document."""
@@ -85,7 +85,7 @@ class Units(NamedTuple):
 
 
 class EpochRows(NamedTuple):
-    """Rows (micro-batches) of an epoch, concatenated."""
+    """The rows (micro-batches) of an epoch, as one array of documents after another."""
 
     documents: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -102,7 +102,7 @@ class EpochRows(NamedTuple):
 
 
 class StepPlan:
-    """Assigns the documents of a corpus to rows of steps."""
+    """Which documents each row of each step trains, the same on every rank."""
 
     def __init__(
         self,

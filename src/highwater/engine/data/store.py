@@ -216,7 +216,7 @@ def open_corpus(directory: str | Path) -> OpenCorpus:
         names = from_json(read_file(directory / _NAMES, most_bytes=INDEX_BYTES), list[str])
     except (OSError, msgspec.MsgspecError) as error:
         raise _damaged(directory, str(error)) from error
-    summary = msgspec.structs.replace(summary, directory=str(directory.resolve()))
+    summary = summary.replace(directory=str(directory.resolve()))
     return OpenCorpus(directory, summary, names, manifest.files)
 
 
@@ -271,7 +271,7 @@ MANIFEST_FILE = "manifest.json"
 
 
 class FileRecord(Record, frozen=True, kw_only=True):
-    """Size and checksum of one file."""
+    """Size in bytes and checksum of one file of a corpus or a checkpoint."""
 
     size_bytes: int
     sha256: str

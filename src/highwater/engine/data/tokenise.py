@@ -20,7 +20,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import msgspec
 import numpy as np
 from torch.utils.data import DataLoader
 
@@ -188,7 +187,7 @@ def tokenise(order: CorpusOrder, parent: Path, *, scratch: Path, on_phase: OnPha
         except OSError:
             if not place.is_dir():  # else another process made the same corpus meanwhile
                 raise
-    return msgspec.structs.replace(summary, notes=(*notes, *summary.notes))
+    return summary.replace(notes=(*notes, *summary.notes))
 
 
 def _make(

@@ -26,7 +26,7 @@ _triton = partial(triton_twin, __name__)
 
 
 class RowStatistics(NamedTuple):
-    """Log-probability, log-normalizer and entropy of each row of logits."""
+    """Log-probability of the label, log-sum-exp and entropy of each row of logits."""
 
     logprob_N: Tensor
     """``log softmax(logits)[label]``."""

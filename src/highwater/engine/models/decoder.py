@@ -25,7 +25,7 @@ from highwater.nouns.trial import Weights
 
 
 class MicroBatchStatistics(NamedTuple):
-    """Results of a forward pass: the trained tokens' statistics, and the routers' loss."""
+    """What a forward pass gives: statistics of the trained tokens, and the routers' loss."""
 
     logprobs_N: Tensor
     entropies_N: Tensor

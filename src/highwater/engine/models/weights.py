@@ -78,7 +78,7 @@ class SavedWeights:
         """Open files of a multimodal model's tensors beside its text model, by their names."""
 
     def has(self, name: str) -> bool:
-        """True if a tensor of this name was saved."""
+        """True if the files hold a tensor of this name."""
         return name in self._where
 
     def has_same(self, name: str, other: str) -> bool:

@@ -1,10 +1,13 @@
-"""Process groups and device mesh of a trial: create, warm up and destroy them."""
+"""Process groups and device mesh of a trial: create, warm up and destroy them; and the versions of
+the libraries that do.
+"""
 
 import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import count
 from typing import Any, NoReturn
 
@@ -12,12 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.cuda.nccl import version as nccl_version
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from highwater.engine.parallel.collectives import gather_rows, pass_on
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.nouns.environment import STORE_VARIABLE
 from highwater.nouns.layout import Layout
+from highwater.version import __version__
 
 _JOINED = count()
 """Counts how often this process has joined other ranks so far."""
@@ -240,3 +245,17 @@ def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that this process runs on."""
+    found = {
+        "highwater": __version__,
+        "torch": str(torch.__version__),
+        "transformers": version("transformers"),
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(str(part) for part in nccl_version())
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found

@@ -6,7 +6,7 @@ stands still. So here no parameter has a gradient while a backward pass runs. Ea
 FSDP2 leaves is removed two layers later, when its copy is done, and added to a separate sum until
 the pass ends: the same values, in the same order (docs/decisions/005). The pinned memory is
 PyTorch's: it holds a few layers' gradients, and at the end the embedding's and the head's
-(``model/footprint.py`` counts them).
+(``model/held_bytes.py`` counts them).
 
 FSDP2's records of a parameter (its shard, and the event behind the copy) are private: read in torch
 2.11 and 2.13. Hooks on parameters would say when a copy begins, but torch 2.13 waits for the copy

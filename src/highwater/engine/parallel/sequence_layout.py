@@ -31,7 +31,7 @@ Integers = NDArray[np.int64]
 
 
 class Part(NamedTuple):
-    """One rank's share of one document, in tokens."""
+    """Which tokens of one document a rank holds, and its padding."""
 
     document_tokens: int
     """Tokens of the whole document, on all ranks together."""
@@ -59,7 +59,7 @@ class Share:
 
 
 class Route(NamedTuple):
-    """How a rank's tokens are sent to the ranks that need them next, and how many it receives."""
+    """Which of a rank's tokens go to which ranks, and how many it receives from each."""
 
     leaving_T: Tensor
     """Indices of the rank's tokens, in the order in which they are sent."""

@@ -22,7 +22,7 @@ from highwater.nouns.trial import OnPhase, TrialSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedTrainer:
-    """Functions that set up and run one trainer's traced step."""
+    """How the tracer sets up and runs one trainer's step."""
 
     set_up: Callable[[AllocationRecorder, RankContext], None] = lambda *_: None
     """Tells the recorder about the trainer, before anything is allocated."""

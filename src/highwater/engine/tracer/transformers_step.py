@@ -41,7 +41,7 @@ _LIGER = "liger_kernel.transformers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceTraining:
-    """A model, its optimizer, and the size of its micro-batches."""
+    """Hugging Face's model and optimizer as they are traced, and the micro-batch's size."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

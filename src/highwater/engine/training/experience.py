@@ -30,7 +30,7 @@ from highwater.engine.training.step_record import Training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """Experience of one micro-batch; a field is None if the objective does not need it."""
+    """What objectives compute before a step, for one micro-batch; None: it is not needed."""
 
     advantages_N: Tensor | None = None
     """Advantages of the trained tokens, in the log-probabilities' dtype or wider."""

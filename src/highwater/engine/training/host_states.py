@@ -7,7 +7,7 @@ ways. A piece is updated by the kernel that ``torch.optim.AdamW(fused=True)`` ca
 tensors, and copies change no value: parameters and moments equal that optimizer's, bit by bit.
 
 The buffers exist only during the optimizer's step, when there are no activations.
-``model/footprint.py`` counts them, and the pinned memory. A step returns when all moments are back
+``model/held_bytes.py`` counts them, and the pinned memory. A step returns when all moments are back
 on the host, so that code which saves them need not wait.
 """
 

@@ -22,7 +22,6 @@ from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.parallel import fsdp2
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.memory_profiler import outside_allocator_bytes
-from highwater.engine.training.rank_run import versions
 from highwater.nouns.hardware import Constants, Reading
 from highwater.nouns.layout import Layout
 
@@ -50,7 +49,7 @@ def main() -> None:
         found = Constants(
             device_name=torch.cuda.get_device_name(),
             gpus=gpus,
-            versions=versions(),
+            versions=process_mesh.versions(),
             readings=readings,
         )
         Path(sys.argv[1]).write_bytes(msgspec.json.encode(found))
@@ -58,7 +57,7 @@ def main() -> None:
 
 
 class Stages:
-    """Measures the memory that libraries take, one stage after another."""
+    """Measures what libraries take when they are first used, one stage after another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

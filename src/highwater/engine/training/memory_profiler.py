@@ -237,13 +237,13 @@ def divide_budget(
     total = torch.cuda.mem_get_info(device)[1]
     context_bytes = outside_allocator_bytes(device) - nccl_bytes
     budget = total if budget_bytes is None else budget_bytes
-    cap = budget - context_bytes - nccl_bytes
+    divided = MemoryBudget.split(budget, context_bytes=context_bytes, nccl_bytes=nccl_bytes)
     if budget > total:
         raise MachineError(
             f"a budget of {format_bytes(budget)} on a GPU of {format_bytes(total)}",
             hint=f"use `--memory {total >> 20}MiB` or less",
         )
-    if cap <= 0:
+    if not divided.allocator_cap_bytes:
         raise MachineError(
             f"a budget of {format_bytes(budget)} is spent on the context and NCCL "
             f"({format_bytes(context_bytes + nccl_bytes)})",
@@ -258,12 +258,7 @@ def divide_budget(
         bound()
         if host is not None:
             host.memory.mapped = bound
-    return MemoryBudget(
-        budget_bytes=budget,
-        context_bytes=context_bytes,
-        nccl_bytes=nccl_bytes,
-        allocator_cap_bytes=cap,
-    )
+    return divided
 
 
 def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
@@ -285,7 +280,7 @@ def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
 
 
 class MemoryWatch:
-    """Follows a rank's memory use; ``peaks`` may be read at any time, also after a failure."""
+    """Largest memory that this rank used since ``begin``; ``peaks`` works after a failure."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -324,7 +319,7 @@ class MemoryWatch:
 
 
 class DataSegment:
-    """Peak of this process's data segment, read every millisecond."""
+    """Largest data segment of this process, read every millisecond by a thread."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0

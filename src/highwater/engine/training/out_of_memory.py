@@ -90,7 +90,7 @@ _PASSES = ("forward", "backward", "experience")
 
 
 class OutOfMemoryWatch:
-    """Counts persistent tensors, and records all other memory when it runs out."""
+    """Counts what a training keeps, so that the rest is known by kind when memory runs out."""
 
     def __init__(self, device: torch.device, where: LayerWatch) -> None:
         """Register with the CUDA allocator; on the CPU there is none."""

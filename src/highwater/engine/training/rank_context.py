@@ -24,13 +24,13 @@ from highwater.engine.training.memory_profiler import outside_allocator_bytes
 from highwater.errors import HighwaterError, MachineError, ModelError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record, from_json, to_json
-from highwater.nouns.hardware import refuse_unfit_gpu
+from highwater.nouns.hardware import unfit_gpu
 from highwater.nouns.trial import Device, TrialSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """A rank's device, kernel, mesh and groups in a trial."""
+    """What a rank works with: its device, its attention kernel, and its process groups."""
 
     device: torch.device
     kernel: Kernel
@@ -56,9 +56,10 @@ def take_context(spec: TrialSpec) -> RankContext:
     device = device_of(spec.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        refuse_unfit_gpu(
-            torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        )
+        capability = torch.cuda.get_device_capability(device)
+        unfit = unfit_gpu(torch.cuda.get_device_name(device), capability)
+        if unfit is not None:
+            raise unfit
     shape = load_model(spec.model_directory).shape
     if shape.window_tokens is not None and device.type == "cuda":
         # proven before anything else is allocated: the proof's memory is freed again

@@ -12,14 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import torch
 from torch import nn
-from torch.cuda.nccl import version as nccl_version
 from transformers.utils import logging as transformers_logging
 
 from highwater.engine.activations.host import HostActivations
@@ -29,6 +26,7 @@ from highwater.engine.data.batches import Batch, Document, batches, digest, pack
 from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.parallel.collectives import gather_rows
+from highwater.engine.parallel.mesh import versions
 from highwater.engine.training import checkpoint
 from highwater.engine.training.memory_profiler import (
     MemoryWatch,
@@ -56,12 +54,11 @@ from highwater.engine.training.step import (
     train_step,
 )
 from highwater.errors import UsageError
-from highwater.model.footprint import host_state_bytes
+from highwater.model.held_bytes import host_state_bytes
 from highwater.model.model import load_model
 from highwater.nouns.control_group import host_memory_bytes
 from highwater.nouns.settings import HOST_SHARE, Loss
 from highwater.nouns.trial import MemoryBudget, OnPhase, RankReport, Save, TrialSpec
-from highwater.version import __version__
 
 CRITIC_SEED = 1
 """Added to the trial's seed, so that a critic with random weights is no copy of the policy."""
@@ -159,7 +156,7 @@ REHEARSAL_TOKENS = 256
 
 
 class RankRun(ABC):
-    """State of one rank; a report of it can be made at any time, also after a failure."""
+    """What one rank of a trial or a training does; its report can be made at any time."""
 
     def __init__(self, spec: TrialSpec, *, on_phase: Callable[[str], None]) -> None:
         """``on_phase`` is called with each phase in words, like ``loading kernels``."""
@@ -190,7 +187,7 @@ class RankRun(ABC):
             )
         is_gpu = context.device.type == "cuda"
         device_name = torch.cuda.get_device_name(context.device) if is_gpu else "CPU"
-        self.report = self.with_(
+        self.report = self.report.replace(
             attention_kernel=context.kernel, allocator_settings=settings, device_name=device_name
         )
         self.profiler = profiler_of(self.spec, self.report.rank)
@@ -202,7 +199,7 @@ class RankRun(ABC):
         for model, _ in training.trained:
             self.where.follow(model.layers)
         self.out_of_memory.know(training)
-        self.report = self.with_(
+        self.report = self.report.replace(
             parameters=training.policy.parameter_count, weights=training.policy.weights
         )
         if training.policy.weights == "random":
@@ -220,9 +217,7 @@ class RankRun(ABC):
         limit = self.spec.memory_budget_bytes
         if context.device.type == "cpu":
             assert limit is not None
-            budget = MemoryBudget(
-                budget_bytes=limit, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=limit
-            )
+            budget = MemoryBudget.split(limit)
         else:
             self.where.enter("rehearsal")
             self.on_phase("loading kernels")
@@ -237,7 +232,7 @@ class RankRun(ABC):
             )
         assert self.watch is not None
         self.watch.begin()
-        self.report = self.with_(budget=budget)
+        self.report = self.report.replace(budget=budget)
 
     def step(self, training: Training, micro_batches: Sequence[Batch], *, number: int) -> None:
         """Train step ``number`` (from 1) and record it; FloatingPointError for infinite values."""
@@ -247,7 +242,7 @@ class RankRun(ABC):
         random = {"seed": self.spec.seed, "rank": self.report.rank, "step": number}
         values = step_numbers(training, micro_batches, enter=self.enter, **random)
         refuse_infinite(values, number)
-        self.report = self.with_(
+        self.report = self.report.replace(
             losses=(*self.report.losses, values["loss"]),
             gradient_norms=(*self.report.gradient_norms, values["gradient_norm"]),
             step_times_s=(
@@ -262,17 +257,13 @@ class RankRun(ABC):
 
     def snapshot(self) -> RankReport:
         """Return the report as of now, memory peaks included."""
-        return self.with_(memory=self.watch.peaks()) if self.watch else self.report
+        return self.report.replace(memory=self.watch.peaks()) if self.watch else self.report
 
     def enter(self, phase: str) -> None:
         """Note that a phase of a step begins."""
         self.where.enter(phase)
         if self.watch:
             self.watch.sample()
-
-    def with_(self, **changes: object) -> RankReport:
-        """Return the report with these fields changed."""
-        return msgspec.structs.replace(self.report, **changes)
 
 
 def _preparing_s(training: Training) -> float:
@@ -323,22 +314,8 @@ def rehearse(training: Training, batch: Batch) -> None:
     backward_of(training, [batch], then=clear)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the libraries that this process runs on."""
-    found = {
-        "highwater": __version__,
-        "torch": str(torch.__version__),
-        "transformers": version("transformers"),
-    }
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(str(part) for part in nccl_version())
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
-
-
 class Trial(RankRun):
-    """One rank of a trial."""
+    """One rank of a trial, from its first step to its last."""
 
     def run(self) -> None:
         """Run all steps. Raises the error that stops them; ``snapshot`` has the state so far."""
@@ -410,4 +387,4 @@ class Trial(RankRun):
             where = self.spec.checkpoint_directory
             raise OSError(error.errno, error.strerror, where) from error
         done = Save(kind=kind, time_s=time.perf_counter() - began, written_bytes=written_bytes)
-        self.report = self.with_(saves=(*self.report.saves, done))
+        self.report = self.report.replace(saves=(*self.report.saves, done))

@@ -16,7 +16,7 @@ from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.loss import LogitRange
 from highwater.engine.training.statistics import QUANTITIES, Reduced, Statistics
 from highwater.engine.training.step import Training
-from highwater.model.footprint import step_flops
+from highwater.model.held_bytes import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.trial import RankMemory, StatisticsFiles, TrialSpec

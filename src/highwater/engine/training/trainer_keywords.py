@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import torch
 from transformers import AutoTokenizer
@@ -76,7 +75,7 @@ def trial_of(
         device: Device = "cuda" if torch.cuda.is_available() else "cpu"
         request = request_from({"model": model, "device": device, **settings}, keywords=True)
         device, ranks = request.device or device, int(os.environ.get("WORLD_SIZE", "1"))
-        request = msgspec.structs.replace(request, gpus=(ranks,), device=device, allow_busy=True)
+        request = request.replace(gpus=(ranks,), device=device, allow_busy=True)
         loaded = load_model(request.model)
         if not family_row(loaded.shape.model_type).saves_yarn and yarn(
             loaded, length_tokens=length_tokens, rope=request.settings.rope
@@ -97,7 +96,7 @@ def trial_of(
     if profiling is not None:  # a loop has no log for snapshots to lie beside
         directory = Path(request.log_dir).resolve() / SNAPSHOTS
         snapshots = SnapshotOrder(directory=str(directory), profiling=profiling)
-    return msgspec.structs.replace(spec, seed=seed, memory_snapshots=snapshots), request
+    return spec.replace(seed=seed, memory_snapshots=snapshots), request
 
 
 def in_keywords(hint: str) -> str:

@@ -257,7 +257,7 @@ class TrainingRun(RankRun):
             )
         self._state, evaluation = state, self.training_spec.evaluation
         if evaluation and state.evaluation_digest not in (None, evaluation.digest):
-            self._state = msgspec.structs.replace(state, best_step=None, best_loss=None)
+            self._state = state.replace(best_step=None, best_loss=None)
         self._keep_lines_up_to(state.step)
         sys.stdout.write(f"goes on after step {state.step}\n")
 
@@ -278,8 +278,8 @@ class TrainingRun(RankRun):
         except FloatingPointError as error:  # raised on all ranks, as they share losses and norms
             raise self._refusal_of(str(error), *_broken_in(training, batches), step) from error
         loss = self.report.losses[-1]
-        self._state = msgspec.structs.replace(
-            self._state, step=step, losses=(*self._state.losses, loss), evaluation_loss=None
+        self._state = self._state.replace(
+            step=step, losses=(*self._state.losses, loss), evaluation_loss=None
         )
         # Counted without another collective: data ranks have about as many tokens each.
         tokens = sum(sum(row.batch.document_lengths) for row in batches)
@@ -346,15 +346,14 @@ class TrainingRun(RankRun):
         if self.statistics_log is not None:  # before a checkpoint says that it was evaluated
             self.statistics_log.write_evaluation(step, loss)
         evaluations = (*self._state.evaluations, (step, loss))
-        self._state = msgspec.structs.replace(
-            self._state,
+        self._state = self._state.replace(
             evaluations=evaluations,
             evaluation_loss=loss,
             evaluation_digest=spec.evaluation.digest,
         )
         best = self._state.best_loss
         if not is_first and (best is None or loss < best):
-            self._state = msgspec.structs.replace(self._state, best_step=step, best_loss=loss)
+            self._state = self._state.replace(best_step=step, best_loss=loss)
             if step != spec.steps and not (spec.save_every and step % spec.save_every == 0):
                 self._save(training)
         self._say(phase="training", evaluation_loss=loss, evaluation_step=step)
@@ -376,7 +375,7 @@ class TrainingRun(RankRun):
         self._say(phase=phase)
 
     def _say(self, **changes: object) -> None:
-        self._progress = msgspec.structs.replace(self._progress, **changes)
+        self._progress = self._progress.replace(**changes)
         self._on_progress(to_json(self._progress))
 
 

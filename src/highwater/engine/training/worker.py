@@ -118,7 +118,7 @@ def _failed(run: "RankRun | None", error: BaseException, kind: FailureKind) -> R
         layer=layer,
         alive=alive,
     )
-    return msgspec.structs.replace(_last_report(run), failure=failure)
+    return _last_report(run).replace(failure=failure)
 
 
 def _text(error: BaseException) -> str:

@@ -7,7 +7,7 @@ They were committed before the measurements that test them (docs/results/predict
 import math
 from collections.abc import Mapping, Sequence
 
-from highwater.model.footprint import pinned_state_bytes, staged_gradient_bytes
+from highwater.model.held_bytes import pinned_state_bytes, staged_gradient_bytes
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import CUBLAS_WORKSPACES, NCCL_ALL_TO_ALL, NCCL_GROUP, Constants
@@ -27,14 +27,14 @@ WORKSPACES = "workspaces of cuBLAS"
 
 
 class Term(Record, frozen=True):
-    """One named part of the memory, in bytes."""
+    """One named part of the memory, such as logits or gradients, and its bytes."""
 
     name: str
     bytes: int
 
 
 class Phase(Record, frozen=True):
-    """One phase of a step: a point in time, and the terms allocated then."""
+    """A moment of a step, such as the backward pass of the loss, and what is allocated then."""
 
     name: str
     terms: tuple[Term, ...]
@@ -46,7 +46,7 @@ class Phase(Record, frozen=True):
 
 
 class RolloutMemory(Record, frozen=True, kw_only=True):
-    """Memory of a rollout engine on one GPU, and of the training beside it; never measured."""
+    """Memory of one GPU while vLLM generates, and of vLLM while the step trains; on paper."""
 
     awake: tuple[Term, ...]
     """Memory of the engine while it generates."""
@@ -67,7 +67,7 @@ class RolloutMemory(Record, frozen=True, kw_only=True):
 
 
 class Footprint(Record, frozen=True, kw_only=True):
-    """Predicted memory of one GPU, and of the host for all its GPUs."""
+    """Predicted memory of the fullest GPU, by phase and term, and of the host for all GPUs."""
 
     phases: tuple[Phase, ...]
     outside: tuple[Term, ...]
@@ -97,7 +97,7 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def besides(self) -> tuple[Term, ...]:
-        """Terms of the memory reserved at the peak besides live tensors."""
+        """Terms that the allocator reserves at the peak without a live tensor in them."""
         unfilled_bytes = self.reserved_bytes - self.cached_bytes - self.allocated_bytes
         return present(
             Term("what the allocator cannot fill", unfilled_bytes),
@@ -121,17 +121,17 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that a GPU has to have to train, and to generate on it: with less it runs out."""
+        """Bytes that a GPU must have to train, and to generate on it: with less it runs out."""
         generating = self.rollout.bytes if self.rollout and self.rollout.resting else 0
         return max(self.device_used_bytes - self.cached_bytes, generating)
 
     @property
     def lacks_for_rollout_bytes(self) -> int:
-        """Bytes that a rollout engine is short of to hold one sequence; 0 without an engine."""
+        """Bytes that vLLM lacks to hold one sequence; 0 if it holds one, or without vLLM."""
         return 0 if self.rollout is None else self.rollout.lacks_bytes
 
     def with_libraries(self, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
-        """The footprint with measured terms ``outside`` the allocator, and cuBLAS's workspaces."""
+        """The footprint with a machine's own figures for what libraries take."""
 
         def measured(term: Term) -> Term:
             return Term(term.name, workspaces_bytes) if term.name == WORKSPACES else term
@@ -140,7 +140,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         return self.replace(phases=phases, outside=outside)
 
     def within(self, room_bytes: int) -> "Footprint":
-        """The footprint on a GPU with ``room_bytes``, which limits what the allocator caches."""
+        """The footprint on a GPU with ``room_bytes``: the allocator caches no more than fits."""
         return self.replace(
             cached_bytes=max(0, min(self.cached_bytes, room_bytes - self.needed_bytes))
         )
@@ -152,12 +152,12 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def host_needed_bytes(self) -> int:
-        """Bytes of memory that a host has to have: activations may fill ``HOST_SHARE`` of it."""
+        """Bytes that the host must have, of which activations may fill ``HOST_SHARE``."""
         activations = sum(term.bytes for term in self.host if term.name == HOST_ACTIVATIONS)
         return max(self.host_bytes, math.ceil(activations / HOST_SHARE))
 
     def fits_host(self, host_bytes: int | None) -> bool:
-        """True if ``host_bytes`` of host memory suffice; None: host memory is unlimited."""
+        """True if ``host_bytes`` of host memory suffice; None is taken as no limit."""
         return host_bytes is None or self.host_needed_bytes <= host_bytes
 
 
@@ -167,7 +167,7 @@ def present(*terms: Term) -> tuple[Term, ...]:
 
 
 def phase(name: str, *terms: Term) -> Phase:
-    """Make a phase of the terms that are not zero."""
+    """Make a phase of those terms that are not zero."""
     return Phase(name, present(*terms))
 
 
@@ -215,7 +215,7 @@ native, the middle of what was seen. How far it may be off is in the interval (c
 
 
 class MachineConstants(Record, frozen=True, kw_only=True):
-    """Constants measured on a user's own GPUs, instead of those above; dicts map GPU counts."""
+    """Memory that libraries took on a user's own GPUs; dicts have it by number of GPUs."""
 
     device_name: str
     versions: dict[str, str]
@@ -226,7 +226,7 @@ class MachineConstants(Record, frozen=True, kw_only=True):
 
 
 def machine_constants(read: Sequence[Constants]) -> MachineConstants:
-    """The constants from measured readings, of runs on one GPU and on several."""
+    """Make a user's constants of readings that were taken on one GPU and on several."""
     several = [each for each in read if each.gpus > 1]
     kept = {reading.name: reading.allocator_bytes for reading in read[0].readings}
     return MachineConstants(
@@ -240,7 +240,7 @@ def machine_constants(read: Sequence[Constants]) -> MachineConstants:
 
 
 def workspaces_bytes(own: MachineConstants | None) -> tuple[int, ...]:
-    """Bytes of each workspace that cuBLAS keeps in the allocator; ``own``: the user's readings."""
+    """Bytes of each of cuBLAS's workspaces; ``own``: the user's readings, else an H200's."""
     return CUBLAS_WORKSPACES_BYTES if own is None else own.cublas_workspaces_bytes
 
 
@@ -309,7 +309,7 @@ def _nccl_terms(
 
 
 def nccl_bytes(gpus: int) -> int:
-    """Device memory of one communicator of ``gpus`` GPUs, after its first collective."""
+    """Bytes of a GPU that NCCL takes for one group of ``gpus`` GPUs, once it has been used."""
     return _next_larger(NCCL_BYTES, gpus)
 
 

@@ -38,7 +38,7 @@ from highwater.memory.formula.layers import (
 )
 from highwater.memory.formula.moments import families
 from highwater.model.families import family_row
-from highwater.model.footprint import (
+from highwater.model.held_bytes import (
     PROCESS_BYTES,
     device_state_bytes,
     gradient_bytes,
@@ -122,7 +122,7 @@ class _States:
     """Number of parameters whose gradients ``coming_bytes`` has."""
 
     def terms(self, backward_parameters: int = 0) -> tuple[Term, ...]:
-        """Terms of the states when ``backward_parameters`` parameters have their gradients."""
+        """Terms of the states once ``backward_parameters`` parameters have their gradients."""
         come_bytes = self.coming_bytes * backward_parameters // self.parameters
         return (Term("states", self.lasting_bytes), Term("gradients that have come", come_bytes))
 
@@ -151,7 +151,7 @@ def _states(step: Step) -> _States:
 
 
 def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
-    """The phases of a step that may have its peak, in order of time."""
+    """Phases of a step in which its memory may peak, in order of time."""
     is_gpu = step.device == "cuda"
     always = (  # in every phase
         Term("process", 0 if is_gpu else CPU_PROCESS_BYTES),
@@ -173,7 +173,7 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     keeps = "activations of all layers" if is_whole else "kept by recompute"
 
     def kept_on_gpu(first: int, end: int) -> Term:
-        """What layers number ``first`` to ``end - 1``, from 0, keep for their backward pass."""
+        """What layers ``first`` to ``end - 1`` (from 0) keep for their backward pass."""
         return Term(keeps, step.tokens * max(0, kept_before[end] - kept_before[first]))
 
     def handed(end: int) -> Term:
@@ -327,7 +327,7 @@ def _root_tables(step: Step, *, has_head: bool) -> int:
 
 
 def outside_terms_of(step: Step, own: MachineConstants | None = None) -> tuple[Term, ...]:
-    """Terms of memory outside the allocator for a ``Step``; see ``outside_terms``."""
+    """Terms of a step's memory that PyTorch's allocator does not hold: context, NCCL, others."""
     place = step.shape, step.settings, step.layout, step.device
     return outside_terms(*place, own, pinned_activation_bytes=host_activation_bytes(step))
 
@@ -411,7 +411,7 @@ def _layer_terms(
 
 
 def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
-    """Parameters whose gradients are being reduced: those of one layer, of two with copies."""
+    """Parameters whose gradients are on their way to their shards: of one layer, or two."""
     layers = 2 if step.layout.replicate_degree > 1 else 1
     if reduced is None:
         return 0
@@ -419,7 +419,7 @@ def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
 
 
 def _reduction(step: Step, parameters: int) -> Term:
-    """The term of a unit's gradients, reduced during the next unit's backward pass."""
+    """Gradients of one unit that are reduced while the next one's backward pass runs."""
     return Term("gradient reduction", _reduced_element(step) * parameters)
 
 

@@ -23,7 +23,7 @@ from highwater.memory.formula.moments import (
     score_products,
 )
 from highwater.model.families import family_row
-from highwater.model.footprint import kept_by_recompute
+from highwater.model.held_bytes import kept_by_recompute
 from highwater.model.layer_kind import LayerKind, LayerRun
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import (
@@ -72,35 +72,35 @@ class Step:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in a micro-batch, which the GPUs of one group share."""
+        """Sequences in a micro-batch of the GPUs that share them."""
         degree = self.layout.context_degree
         return max(1, self.settings.sequences(self.length_tokens, context_degree=degree))
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one GPU; a sequence is split in equal parts, with padding."""
+        """Tokens of a micro-batch on one GPU: its part of each sequence, and padding."""
         return -(-self.sequences * self.length_tokens // self.layout.context_degree)
 
     @property
     def trained_tokens(self) -> int:
-        """Trained tokens among ``tokens``: in a ring, only the first rank has a prompt's."""
+        """Tokens on one GPU that count in the loss; in a ring only the first rank has a prompt."""
         layout = self.layout
         prompts = self.sequences // layout.context_degree if layout.ring_degree == 1 else 0
         return self.tokens - min(self.prompt_tokens, self.length_tokens // 2) * prompts
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element in the device's training dtype."""
+        """Bytes of a number in the dtype that the device computes in: 2 on GPUs, 4 on the CPU."""
         return ELEMENT_BYTES[self.device]
 
     @property
     def table_size(self) -> int:
-        """Parameters of the embedding alone, or of the head alone: V x E."""
+        """Number of parameters of one of embedding and head: vocabulary times hidden size."""
         return self.shape.vocab_size * self.shape.hidden_size
 
     @property
     def gathers(self) -> bool:
-        """True if FSDP gathers the model's own parameters: not if frozen and whole on each GPU."""
+        """True if FSDP gathers the model's parameters: not if each GPU has a frozen copy."""
         is_alone = self.layout.shard_degree == 1 and not self.settings.offloads_model
         return self.settings.lora is None or not is_alone
 
@@ -110,18 +110,18 @@ class Step:
         return self.settings.lora is not None
 
     def gathered(self, kind: LayerKind) -> int:
-        """Parameters that are gathered for a layer, padded to equal shards."""
+        """Parameters that FSDP gathers for a layer, with the padding to equal shards."""
         own = kind.parameters + self.uneven(kind) if self.gathers else 0
         return own + self.adapter_parameters(kind)
 
     def uneven(self, kind: LayerKind) -> int:
-        """Elements of padding that FSDP2 gathers and reduces with a layer whose rows are uneven."""
+        """Elements of padding that FSDP2 gathers with a layer whose rows do not divide evenly."""
         if self.settings.strategy != "fsdp2":
             return 0
         return kind.beyond_even(self.layout.shard_degree)
 
     def trained_of(self, kind: LayerKind) -> int:
-        """Parameters of a layer that have a gradient."""
+        """Number of a layer's parameters that are trained, and so have a gradient."""
         return self.adapter_parameters(kind) if self.is_frozen else kind.parameters
 
     def adapter_parameters(self, kind: LayerKind) -> int:
@@ -149,12 +149,12 @@ class Layer:
 
     @property
     def query(self) -> int:
-        """Elements of all query heads per token."""
+        """Numbers per token in the queries of all heads."""
         return self.kind.attention.query_size
 
     @property
     def key(self) -> int:
-        """Elements of all key heads per token."""
+        """Numbers per token in the keys of all heads."""
         return self.kind.attention.key_size
 
     @property
@@ -169,7 +169,7 @@ class Layer:
 
     @property
     def before_norm(self) -> int:
-        """Elements per token of queries and keys saved from before their norm or rotation."""
+        """Numbers per token that queries and keys keep from before their norm or rotation."""
         is_kept = self.step.shape.model_type in (*HEAD_NORMS, *FUSED_HEADS)
         return self.query + self.key if is_kept else 0
 
@@ -180,7 +180,7 @@ class Layer:
 
     @property
     def has_tiles(self) -> bool:
-        """True if the MLP is computed in tiles (perhaps a single one), and saves only its input."""
+        """True if the MLP runs in tiles of tokens, even one, and so keeps only its input."""
         settings, learned = self.step.settings, self._family
         return (
             self.kind.mlp.plain_width > 0
@@ -190,7 +190,7 @@ class Layer:
 
     @property
     def tile(self) -> int:
-        """Elements of one matrix product's output in a tile of the MLP."""
+        """Numbers in the output of one matrix product of the MLP, in one tile of tokens."""
         step = self.step
         elements, tiles = step.tokens * self.kind.mlp.plain_width, step.settings.mlp_tiles
         if tiles is not None:
@@ -218,12 +218,12 @@ class Layer:
 
     @property
     def has_expert_tiles(self) -> bool:
-        """True if experts run in several tiles, or in one with adapters, and save their input."""
+        """True if experts run in tiles of tokens, or in one with adapters, and keep their input."""
         return self.expert_tokens < self.step.tokens or self.adapted_expert_parameters > 0
 
     @property
     def learned(self) -> LayerMoments | None:
-        """Moments learned from traces of such a layer; None if the family has closed-form terms."""
+        """What traces taught of such a layer's memory; None if its family has closed forms."""
         if self._family is None:
             return None
         found = self._family.layer(
@@ -238,7 +238,7 @@ class Layer:
 
     @property
     def is_unlike(self) -> bool:
-        """True if layers of the family differ within a model, and share keys and embeddings."""
+        """True if layers within a model of this family differ, and share keys and embeddings."""
         return family_row(self.step.shape.model_type).has_unlike_layers
 
     @property
@@ -290,14 +290,14 @@ class Layer:
 
     @property
     def trained_mlp_parameters(self) -> int:
-        """Parameters that have a gradient after the MLP; with LoRA all adapters of the layer."""
+        """Trained parameters with a gradient after the MLP; with LoRA all of the layer's."""
         step = self.step
         return step.trained_of(self.kind) if step.is_frozen else self.mlp_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """A layer in its backward pass, and its neighbours, before and behind it in forward order."""
+    """One layer during its backward pass, with the layer before it and the one after it."""
 
     kind: LayerKind
     gathered_ahead: LayerKind | None
@@ -368,7 +368,7 @@ above; the gradients of the copies, and of gate and up, which are one weight."""
 
 
 def kept_bytes_before(step: Step) -> tuple[int, ...]:
-    """Bytes per token that the first n layers keep until the backward pass; item n, from 0."""
+    """Bytes per token that the first n layers keep until their backward pass, for n from 0."""
     runs = step.shape.runs
     of_kind = {kind: kept_bytes(step.layer(kind)) for kind in {run.kind for run in runs}}
     layers = (of_kind[run.kind] for run in runs for _ in range(run.count))
@@ -485,7 +485,7 @@ def _attention_moments(learned: LayerMoments) -> tuple[MomentBytes, ...]:
 
 
 def _attention_working_set(layer: Layer, kept_besides_input: int) -> int:
-    """Bytes of the attention's backward pass, without those that the layer kept."""
+    """Bytes that attention allocates in its backward pass, besides what the layer kept."""
     step, hidden = layer.step, layer.kind.hidden_size
     of_output = 0 if step.is_frozen else hidden * layer.query
     gradients = step.element_bytes * (layer.trained_mlp_parameters + of_output)
@@ -497,7 +497,7 @@ def _attention_working_set(layer: Layer, kept_besides_input: int) -> int:
 
 
 def _mlp_working_set(layer: Layer, kept_besides_input: int) -> int:
-    """Bytes of the MLP's backward pass, without those that the layer kept."""
+    """Bytes that the MLP allocates in its backward pass, besides what the layer kept."""
     step, hidden = layer.step, layer.kind.hidden_size
     # Besides the MLP: what the attention saved for its own pass, and the layer's output gradient.
     beside = _attention_saved(layer) + _routing(layer) + step.element_bytes * hidden

@@ -27,7 +27,7 @@ MomentBytes = Mapping[str, int]
 
 
 class LayerMoments(Record, frozen=True, kw_only=True):
-    """Memory of the layers of one kind."""
+    """Memory of one kind of layer, as it was learned from traces."""
 
     kept: MomentBytes
     """Memory that a layer keeps until its backward pass."""
@@ -38,7 +38,7 @@ class LayerMoments(Record, frozen=True, kw_only=True):
 
 
 class FamilyMoments(Record, frozen=True, kw_only=True):
-    """Memory of the layers of a family."""
+    """Memory of all kinds of layers of one family, as it was learned from traces."""
 
     has_tiles: bool
     """True if MLPs that every token goes through are computed in tiles if layers are recomputed."""
@@ -80,7 +80,7 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
 
 @cache
 def families() -> Mapping[str, FamilyMoments]:
-    """Moments of all families that were learned, by model type."""
+    """What traces taught of each family's layers, by model type."""
     return from_json(FILE.read_bytes(), dict[str, FamilyMoments])
 
 
@@ -130,7 +130,7 @@ def form_name(family: str, kind: LayerKind) -> str:
 
 
 def bytes_of(moment: MomentBytes, products: Mapping[str, int]) -> int:
-    """Bytes of those terms of a moment that are in ``products``; its other terms are left out."""
+    """Bytes of a learned amount of memory, counting only the terms in ``products``."""
     return sum(count * products[name] for name, count in moment.items() if name in products)
 
 
@@ -219,7 +219,7 @@ def columns(kind: LayerKind) -> Mapping[str, int]:
 
 
 def bytes_of_sums(moment: MomentBytes, kind: LayerKind, *, tokens: int) -> int:
-    """Bytes of the temporary buffers of a moment's sums over tokens."""
+    """Bytes of scratch memory that the sums over tokens of a learned amount take."""
     return sum(
         column_sums(tokens, size, resident_threads=RESIDENT_THREADS).partial_bytes
         for name, size in columns(kind).items()

@@ -33,7 +33,7 @@ from highwater.memory.formula.constants import (
     present,
 )
 from highwater.memory.formula.layers import NUMBER_BYTES, Step
-from highwater.model.footprint import matrices, pinned_matrices_bytes, resting_state_bytes
+from highwater.model.held_bytes import matrices, pinned_matrices_bytes, resting_state_bytes
 from highwater.model.layer_kind import LayerKind
 from highwater.nouns.codec import to_builtins
 from highwater.nouns.layout import Layout
@@ -182,7 +182,7 @@ def _generating(
 
 
 def token_bytes(step: Step, degree: int) -> int:
-    """KV cache bytes per token on one GPU, over all layers; each GPU has at least one head."""
+    """Bytes of the KV cache for one token on a GPU, all layers; a GPU has a head at least."""
     kinds = ((run.count, run.kind.attention) for run in step.shape.runs)
     return sum(
         2 * count * max(1, each.kv_heads // degree) * each.head_dim * _ELEMENT

@@ -41,7 +41,7 @@ of trials that agree to the byte say nothing about other machines."""
 
 
 class Factors(Record, frozen=True, kw_only=True):
-    """The ends of an interval, as factors of the predicted bytes."""
+    """Both ends of an interval, as factors of the predicted bytes: 0.95 and 1.08."""
 
     allocator: Allocator
     coverage: float
@@ -57,7 +57,7 @@ class Factors(Record, frozen=True, kw_only=True):
 
 
 class Interval(Record, frozen=True, kw_only=True):
-    """Predicted interval of one GPU's memory use as its driver would report it."""
+    """Bytes between which a GPU's use should lie, as ``nvidia-smi`` would show it."""
 
     low_bytes: int
     high_bytes: int
@@ -69,7 +69,7 @@ class Interval(Record, frozen=True, kw_only=True):
 
 
 class Calibration(Record, frozen=True, kw_only=True):
-    """The trials that an interval is learned from, and traits of the question that none has."""
+    """The recorded trials that an interval rests on, and what of the question none had."""
 
     coverage: float
     factors: tuple[Factors, ...]
@@ -86,7 +86,7 @@ class Calibration(Record, frozen=True, kw_only=True):
     """Words for traits of the question that no trial had: for these the coverage is not shown."""
 
     def of(self, allocator: Allocator) -> Factors | None:
-        """The factors for an allocator; None if no cell of the question has it."""
+        """The interval's factors with this allocator; None if the question has no such cell."""
         return next((factors for factors in self.factors if factors.allocator == allocator), None)
 
 
@@ -169,13 +169,13 @@ def factors_of(
 
 
 def least_residuals(coverage: float) -> int:
-    """The smallest number of residuals at which an end reaches this coverage without widening."""
+    """Fewest trials from which an interval's end covers this share without being widened."""
     share = Fraction(str(coverage))
     return math.ceil(share / (1 - share))
 
 
 def interval(predicted_bytes: int, factors: Factors) -> Interval:
-    """The interval around a prediction, rounded outward to whole bytes."""
+    """The interval around a prediction in bytes, rounded outward."""
     return Interval(
         low_bytes=math.floor(predicted_bytes * Fraction(factors.lower)),
         high_bytes=math.ceil(predicted_bytes * Fraction(factors.upper)),
@@ -186,7 +186,7 @@ def interval(predicted_bytes: int, factors: Factors) -> Interval:
 
 
 def most_predicted_bytes(room_bytes: int, factors: Factors) -> int:
-    """The largest prediction whose upper end fits this room, in bytes."""
+    """Largest prediction in bytes whose pessimistic end still fits into ``room_bytes``."""
     return math.floor(room_bytes / Fraction(factors.upper))
 
 
@@ -209,7 +209,7 @@ def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...
 
 
 def edge_residuals(study: Study, formula: Formula) -> tuple[Residual, ...]:
-    """Residuals of a study's bracketed cells, an edge each. Raises UsageError without an edge."""
+    """One comparison for each cell of a study whose edge is known; UsageError if none is."""
     edges = (_edge(study, cell) for cell in study.question.cells)
     told = (_residual(study.question, *edge, formula) for edge in edges if edge is not None)
     found = tuple(each for each in told if each is not None)
@@ -220,7 +220,7 @@ def edge_residuals(study: Study, formula: Formula) -> tuple[Residual, ...]:
 
 
 def _edge(study: Study, cell: Cell) -> tuple[RecordedTrial, RecordedTrial] | None:
-    """A cell's longest trial that fit below the shortest that ran out, and the latter; or None."""
+    """Longest trial of a cell that fit, and the shortest longer one that ran out; or None."""
     trials = sorted(study.trials_of(cell), key=lambda trial: trial.spec.length_tokens)
     ran_out = next((each for each in trials if _ended(each, Outcome.OUT_OF_MEMORY)), None)
     if ran_out is None:
@@ -241,7 +241,7 @@ def _ended(trial: RecordedTrial, outcome: Outcome) -> bool:
 def _residual(
     question: Question, fit: RecordedTrial, ran_out: RecordedTrial, formula: Formula
 ) -> Residual | None:
-    """The residual of one edge, with both bounds; None if the memory of its GPUs is unknown."""
+    """Comparison of a cell's edge with its prediction; None if its GPUs' memory is unknown."""
     there, beyond = (formula(step_of(question.model.shape, each.spec)) for each in (fit, ran_out))
     most_bytes = _given_bytes(question, fit, there)
     given_bytes = _given_bytes(question, ran_out, beyond)

@@ -82,19 +82,19 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def factor(self) -> float:
-        """Measured over predicted; the upper bound for an edge."""
+        """Measured bytes over predicted ones; if only an edge is known, the most they can be."""
         return self.measured_bytes / self.predicted_bytes
 
     @property
     def least_factor(self) -> float:
-        """Measured over predicted; the lower bound for an edge."""
+        """Measured bytes over predicted ones; if only an edge is known, the least they can be."""
         if self.at_least_bytes is None:
             return self.factor
         return self.at_least_bytes / self.predicted_bytes
 
 
 class Trait(NamedTuple):
-    """A property of a cell's settings or layout that residuals may depend on."""
+    """A property of settings or layout by which predictions may be off, as LoRA or offload."""
 
     field: str
     """Name of the field of ``Residual``."""
@@ -104,7 +104,7 @@ class Trait(NamedTuple):
 
 
 def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
-    """Traits of one cell that residuals may depend on, besides GPU, model and length."""
+    """Properties of a cell by which predictions may be off, besides GPU, model and length."""
     offload = "moments on host" if settings.offloads_states else "states on host"
     return (
         Trait("allocator", settings.allocator, f"{settings.allocator} segments"),
@@ -127,7 +127,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
 
 
 def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tuple[str, ...]:
-    """The words of ``unlike`` that describe ``cell``, or that describe none of ``cells``."""
+    """Words of ``unlike`` that apply to this cell, or to none of ``cells`` in particular."""
     words = [
         {each.words for each in traits_of(one.settings, one.layout) if each.value is not False}
         for one in (cell, *cells)
@@ -137,7 +137,7 @@ def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tup
 
 
 def bundled_residuals() -> tuple[Residual, ...]:
-    """Residuals in the package: ``residuals.json``, made by docs/results/predict/residuals.py."""
+    """Comparisons of recorded trials with predictions that come with the package."""
     text = (files("highwater.memory.interval") / "residuals.json").read_bytes()
     return from_json(text, tuple[Residual, ...])
 
@@ -223,7 +223,7 @@ def traced_residual(
 
 
 def step_of(shape: ModelShape, spec: TrialSpec) -> Step:
-    """The ``Step`` of a trial, the argument of formulas."""
+    """The step of a trial, as formulas take it."""
     settings, layout, prompt = spec.settings, spec.layout, spec.prompt_tokens
     return Step(shape, settings, layout, spec.length_tokens, spec.device, prompt)
 
@@ -269,7 +269,7 @@ def residual(
 
 
 def residual_of(spec: TrialSpec, **told: Any) -> Residual:
-    """The residual of a trial, with traits from its specification; ``told``: the other fields."""
+    """The comparison of a trial with its prediction; ``told``: its measured fields."""
     traits: dict[str, Any] = {
         each.field: each.value for each in traits_of(spec.settings, spec.layout)
     }
@@ -320,7 +320,7 @@ def refuse_silent(study: Study, trainer: TrainerName = OURS) -> None:
 
 
 def tells_nothing(study: Study) -> UsageError:
-    """The error for a study that gives no residual."""
+    """The error for a study that no prediction can learn from."""
     return unfit(study, "has no trial that says how much memory it used")
 
 

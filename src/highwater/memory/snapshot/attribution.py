@@ -93,7 +93,7 @@ _OPERATOR = re.compile(r"^at::_ops::(?!(?:new_)?empty)(\w+)::")
 
 
 class Attribution:
-    """Category and place of each allocation; each frame, path and stack is matched once."""
+    """Says of each allocation what it is for, and which line of which program asked."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -110,7 +110,7 @@ class Attribution:
         self._is_optimizers = cache(self._is_an_optimizers)
 
     def category(self, allocation: Allocation) -> Category:
-        """Category of an allocation: by stack, else phase; in a backward pass also by its end."""
+        """What an allocation is for: by its stack, else phase; in a backward pass by its end."""
         stack, phase = allocation.stack, allocation.phase.partition(" ")[0]
         found = self._of_stack(stack) or _BY_PHASE.get(phase, "unattributed")
         if found == "backward_pass" and self._outlives_its_pass(allocation):
@@ -193,14 +193,14 @@ class Attribution:
 
 
 class LineRules:
-    """The rules; each pattern is searched once in each path and each name."""
+    """Patterns that say what a line of code allocates; each path is searched once."""
 
     def __init__(self) -> None:
         self._of_file = cache(self._rules_of_file)
         self._has_name = cache(lambda rule, name: _NAMES[rule].search(name) is not None)
 
     def category(self, frame: Frame) -> Category | None:
-        """Category of the allocations that a frame makes; None if no rule matches the frame."""
+        """What a line of code allocates, by the rules; None if no rule knows the line."""
         rules = self._of_file(frame.file)
         found = next((rule for rule in rules if self._has_name(rule, frame.name)), None)
         return None if found is None else _RULES[found].category

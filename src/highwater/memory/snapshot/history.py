@@ -26,7 +26,7 @@ _MOST_UNDOING = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A block of memory, from its allocation until it was freed."""
+    """A block of memory, from its allocation until it was freed, by number of events."""
 
     address: int
     size_bytes: int
@@ -40,7 +40,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Every allocation of a snapshot, and the memory at its moment (peak or out of memory)."""
+    """All allocations of a snapshot, and which were live at its peak or when memory ran out."""
 
     snapshot: Snapshot
     allocations: tuple[Allocation, ...]
@@ -58,12 +58,12 @@ class History:
 
     @property
     def alive(self) -> Iterator[Allocation]:
-        """Yield the allocations that were live at ``at``."""
+        """Yield the allocations that were live at the snapshot's moment."""
         return (each for each in self.allocations if each.born <= self.at < each.died)
 
 
 def history_of(snapshot: Snapshot) -> History:
-    """Replay a snapshot's events. Raises SnapshotError for sizes that no device has."""
+    """Replay a snapshot's events. Raises SnapshotError for sizes that no GPU has."""
     allocations = tuple(_allocations(snapshot))
     changes = [0] * (len(snapshot.events) + 2)
     for each in allocations:
@@ -119,7 +119,7 @@ def _ended(born: int, event: AllocatorEvent, died: int) -> Allocation:
 
 
 def _moment(events: Sequence[AllocatorEvent], levels: Sequence[int]) -> tuple[int, bool]:
-    """The out-of-memory event that needed the most, and True; else the peak's event, and False."""
+    """Number of the event to show: where memory ran out, and True; else the peak, and False."""
     failed = [number for number, event in enumerate(events) if event.action == "oom"]
     if failed:
         most = max(failed, key=lambda number: levels[number + 1] + events[number].size_bytes)

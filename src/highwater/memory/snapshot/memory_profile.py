@@ -57,7 +57,7 @@ class InStack(Record, frozen=True, kw_only=True):
 
 
 class TimePoint(Record, frozen=True, kw_only=True):
-    """The memory at the highest point within a part of the trace."""
+    """Bytes by category at the highest point of one part of the trace."""
 
     event: int
     time_s: float
@@ -67,7 +67,7 @@ class TimePoint(Record, frozen=True, kw_only=True):
 
 
 class FlameBox(Record, frozen=True, kw_only=True):
-    """One box of a flame graph: a frame, with all bytes that it and its callees requested."""
+    """One box of a flame graph: a frame, with all bytes that it and its callees hold."""
 
     frame: str
     depth: int
@@ -80,7 +80,7 @@ class FlameBox(Record, frozen=True, kw_only=True):
 
 
 class MemoryProfile(Record, frozen=True, kw_only=True):
-    """Summary of one memory snapshot, for one device."""
+    """What held the memory of one GPU in a snapshot: by category, line, stack and time."""
 
     path: str
     rank: int | None
@@ -236,7 +236,7 @@ def _stacks(groups: _Groups, attribution: Attribution, snapshot: Snapshot) -> It
 
 
 def _timeline(history: History, attribution: Attribution) -> Iterator[TimePoint]:
-    """The highest point in each of ``_COLUMNS`` equal parts of the trace, by category."""
+    """Highest point in each of ``_COLUMNS`` equal parts of the trace, by category."""
     events = len(history.snapshot.events)
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for each in history.allocations:

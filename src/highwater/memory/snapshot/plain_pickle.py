@@ -57,7 +57,7 @@ def _without_collection() -> Generator[None]:
 
 
 class _Machine:
-    """The pickle machine: a stack of values, marks in the stack, and a memo of shared values."""
+    """A reader of pickles that builds plain data: its stack, its marks, its memo."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

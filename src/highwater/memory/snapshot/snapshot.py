@@ -59,7 +59,7 @@ class Frame(NamedTuple):
 
 
 class AllocatorEvent(NamedTuple):
-    """One action of the allocator."""
+    """One action of PyTorch's allocator, such as an allocation, in a snapshot's history."""
 
     action: str
     address: int
@@ -86,7 +86,7 @@ class SegmentBlock(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Memory that the allocator had from the driver when the snapshot was taken."""
+    """Memory that the allocator had from the driver when the snapshot was taken, in blocks."""
 
     address: int
     size_bytes: int
@@ -96,7 +96,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One device's part of a snapshot."""
+    """One GPU's part of a PyTorch memory snapshot."""
 
     path: str
     device: int
@@ -143,7 +143,7 @@ def _unread(path: Path, error: OSError) -> SnapshotError:
 
 
 class _Reading:
-    """Check a document and number its stacks. Raises PlainPickleError for impossible values."""
+    """Reads a snapshot's dictionaries. Raises PlainPickleError for impossible values."""
 
     def __init__(self, document: Any) -> None:
         if not isinstance(document, dict) or "device_traces" not in document:

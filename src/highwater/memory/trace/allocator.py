@@ -34,7 +34,7 @@ ADDRESS_BITS = 53
 
 
 class CapacityError(Exception):
-    """An allocation exceeds the capacity, even after all cached blocks were released."""
+    """Raised where an allocation does not fit even after all cached blocks were released."""
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
         super().__init__(
@@ -47,7 +47,7 @@ class CapacityError(Exception):
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """A range of bytes, with its neighbours: allocated, free, or (expandable) not mapped."""
+    """A range of addresses: allocated, free, or (expandable) reserved without memory."""
 
     address: int
     size: int
@@ -82,7 +82,7 @@ class MemoryBlocks:
 
 @dataclass(slots=True, kw_only=True)
 class MemoryPool:
-    """The free and the unmapped blocks of one stream, for small or for large requests."""
+    """Free and unmapped blocks of one stream, either of small or of large requests."""
 
     is_small: bool
     least_rest_bytes: int
@@ -93,7 +93,7 @@ class MemoryPool:
 
 @dataclass(slots=True, kw_only=True)
 class CachingAllocator:
-    """One device's allocator: ``allocate`` returns a handle, which ``free`` takes; all in bytes."""
+    """A model of PyTorch's caching allocator of one GPU: the same rounding and splitting."""
 
     is_expandable: bool = False
     capacity_bytes: int | None = None
@@ -125,7 +125,7 @@ class CachingAllocator:
         return self.handle(block)
 
     def take(self, pool: MemoryPool, size: int) -> MemoryBlock | None:
-        """Allocate a block of a pool for a rounded size; None if the device is full."""
+        """Take a block of ``size`` rounded bytes from a pool; None if the GPU is full."""
         free = pool.free
         keys = free.keys
         best = bisect_left(keys, size << ADDRESS_BITS)
@@ -169,7 +169,7 @@ class CachingAllocator:
         self.put(block)
 
     def put(self, block: MemoryBlock) -> None:
-        """Return an allocated block to the cache."""
+        """Return a block of ``take`` to the cache."""
         self.allocated_bytes -= block.size
         block.is_allocated = False
         before, after = block.before, block.after
@@ -180,7 +180,7 @@ class CachingAllocator:
         block.pool.free.add(block)
 
     def pool(self, stream: int, *, is_small: bool) -> MemoryPool:
-        """The pool of a stream's small or large blocks, created empty if needed."""
+        """The blocks of a stream for small or large requests; an empty pool at first."""
         pool = self._pools.get((stream, is_small))
         if pool is None:
             splits = is_small or self.is_expandable
@@ -204,7 +204,7 @@ class CachingAllocator:
         return self._next_handle
 
     def is_held(self, handle: int) -> bool:
-        """True until an allocation is freed; running out of memory frees those given back."""
+        """True until the allocation is freed, also if it was given back early."""
         return handle in self._live
 
     def place_of(self, handle: int) -> tuple[int, int]:

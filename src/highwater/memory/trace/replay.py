@@ -29,7 +29,7 @@ _LARGEST = 20
 
 
 class Alive(Record, frozen=True, kw_only=True):
-    """Tensors of one kind at the peak."""
+    """Tensors of one kind that are live at the peak: how many, their bytes, who made them."""
 
     operator: str
     """Operator that allocated them."""
@@ -43,7 +43,7 @@ class Alive(Record, frozen=True, kw_only=True):
 
 
 class Replayed(Record, frozen=True, kw_only=True):
-    """Result of a replay: the figures that one rank's allocator would report."""
+    """What the allocator of one rank would report of a step, by replay of its trace."""
 
     fits: bool
     phase: str
@@ -112,18 +112,18 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
     last phase releases cached blocks."""
 
     def least_bytes(self, tokens: int) -> int:
-        """Peak of live bytes, in whole blocks: a lower bound of what any allocator needs."""
+        """Bytes of live blocks at the peak: no allocator can do with less."""
         blocks = self.blocks(tokens)
         changes = (*blocks, *(-block for block in reversed(blocks)))
         alive = accumulate(map(changes.__getitem__, _changes(self.events, len(blocks))))
         return max(alive, default=0)
 
     def blocks(self, tokens: int) -> list[int]:
-        """The same in whole blocks of the allocator: ``sizes`` rounded up, in the same order."""
+        """Bytes of the allocator's block for one allocation of each kind: ``sizes`` rounded up."""
         return [round_size(size) if size else 0 for size in self.sizes(tokens)]
 
     def sizes(self, tokens: int) -> list[int]:
-        """Bytes of one allocation of each kind at so many tokens, in the order of ``kinds``."""
+        """Bytes of one allocation of each kind if a GPU has this many tokens."""
         lines = (
             kind.fixed_bytes + kind.bytes_per_tokens[0] * tokens // kind.bytes_per_tokens[1]
             for kind in self.kinds
@@ -207,7 +207,7 @@ def replay_trace(
     is_share: bool = False,
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> tuple[Replayed, int]:
-    """The result of ``replay`` without ``alive``, and the number of events before the peak."""
+    """Replay a trace at ``tokens`` tokens: the result, and the number of events before its peak."""
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share
     )
@@ -267,7 +267,7 @@ def replay_trace(
 
 
 def ran_out(least_bytes: int) -> Replayed:
-    """The result for a trace whose ``least_bytes`` exceed the capacity: it needs no replay."""
+    """The result for a trace that needs ``least_bytes``, more than there are: no replay."""
     return Replayed(
         fits=False,
         phase="",
@@ -280,7 +280,7 @@ def ran_out(least_bytes: int) -> Replayed:
 
 
 def alive_at(trace: ScaledTrace, tokens: int, number: int) -> tuple[Alive, ...]:
-    """The tensors live after the first ``number`` events, by kind, the largest first."""
+    """Tensors that are live after the first ``number`` events, by kind, the largest first."""
     phase = "setup"
     living: dict[int, tuple[int, str]] = {}
     count = 0
@@ -314,7 +314,7 @@ def timeline(
     capacity_bytes: int | None = None,
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> bytes:
-    """A replay as a pickled snapshot, up to its last event or the first allocation that fails."""
+    """A replay as a snapshot file for PyTorch's memory viewer, to its end or first failure."""
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes
     )

@@ -37,7 +37,7 @@ from highwater.memory.formula.layers import NUMBER_BYTES, Step
 from highwater.memory.interval.calibration import edge_residuals
 from highwater.memory.interval.residuals import Residual, refuse_silent
 from highwater.memory.trainers import TrainerMemory
-from highwater.model.footprint import resting_state_bytes
+from highwater.model.held_bytes import resting_state_bytes
 from highwater.model.layer_kind import LayerKind
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import packaged

@@ -13,7 +13,6 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -131,7 +130,6 @@ def _failed(error: BaseException, order: BenchOrder) -> BenchPart:
 
 def _described(order: BenchOrder, device: torch.device, contenders: Contenders) -> BenchPart:
     """Describe the machine, and the cases of an order that cannot run on it."""
-    versions = _versions()
     # first, because its code stays in memory and counts as outside the allocator
     kernel = fused_kernel(Conditions.of(order, "dense", "single", device, None))
     if device.type == "cuda":
@@ -154,22 +152,11 @@ def _described(order: BenchOrder, device: torch.device, contenders: Contenders) 
         device_name=name,
         memory_total_bytes=total,
         outside_bytes=outside,
-        versions=versions,
+        versions={"highwater": __version__, "python": platform.python_version()}
+        | process_mesh.versions(),
         kernel=kernel,
     )
     return BenchPart(machine=machine, not_run=tuple(not_run))
-
-
-def _versions() -> dict[str, str]:
-    found = {"highwater": __version__, "python": platform.python_version()}
-    found |= {"torch": str(torch.__version__), "transformers": version("transformers")}
-    if not torch.cuda.is_available():
-        return found
-    from torch.cuda.nccl import version as nccl_version
-
-    nccl = ".".join(str(part) for part in nccl_version())
-    of_gpus = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "nccl": nccl}
-    return found | {name: str(each) for name, each in of_gpus.items() if each is not None}
 
 
 if __name__ == "__main__":

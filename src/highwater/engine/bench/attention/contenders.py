@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -50,7 +49,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Conditions under which an attention is measured."""
+    """What an attention is measured with: order, mode, device, kernel and pattern."""
 
     order: BenchOrder
     name: str
@@ -74,7 +73,7 @@ class Conditions:
         """Return the conditions of one implementation, by the order of the benchmark."""
         pattern = order.patterns.get(name, IMPLEMENTATIONS[name].pattern)
         if name == "window" and device.type == "cpu" and pattern is not None:
-            pattern = msgspec.structs.replace(pattern, local_window_size=_CPU_WINDOW)
+            pattern = pattern.replace(local_window_size=_CPU_WINDOW)
         return cls(order, name, mode, device, DTYPES[order.dtype], kernel, pattern)
 
     @property
@@ -128,7 +127,7 @@ class Conditions:
             ratio = 0.4 if IMPLEMENTATIONS[self.name].takes_segments else 0.6
             # on an H100 FlexAttention takes no smaller block for heads of 128
             sizes = {"sparsity_ratio": ratio, "block_size": min(128, pattern.block_size)}
-        return replace(self, pattern=msgspec.structs.replace(pattern, **sizes))
+        return replace(self, pattern=pattern.replace(**sizes))
 
     def share(self, length: int) -> float:
         """Share of the causal pairs that the branches compute."""
@@ -352,7 +351,7 @@ def _heads_not_shared(conditions: Conditions) -> str | None:
 
 
 class AttentionContender(NamedTuple):
-    """One attention of the benchmark."""
+    """One attention of the benchmark: how it is built, and what it cannot run."""
 
     build: Build
     obstacle: Callable[[Conditions], str | None] = _in_replicas

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -93,8 +92,7 @@ def measure(case: BenchRow, build: Build, conditions: Conditions) -> BenchRow:
     time_s = statistics.median(times_s)
     if time_s > timeout_s:
         raise PassTooLong
-    return msgspec.structs.replace(
-        case,
+    return case.replace(
         time_s=time_s,
         passes=len(times_s),
         kept_share=peaks.share,

@@ -20,7 +20,7 @@ from highwater.engine.models.fused.nf4 import Weight, as_tensor, weight_of, whol
 
 
 class WeightGradient:
-    """Sum over parts of ``gradient.T @ input``, in float32 if the weight is narrower."""
+    """Gradient of a weight, summed over parts of the tokens in float32 or wider."""
 
     def __init__(self, weight_OI: Tensor) -> None:
         self.dtype = weight_OI.dtype
@@ -45,7 +45,7 @@ class WeightGradient:
 
 
 class Adapter(NamedTuple):
-    """Matrices A and B of a LoRA adapter, and the scale of their product."""
+    """The matrices A and B of one LoRA adapter, and the factor of B A."""
 
     a_RI: Tensor
     b_OR: Tensor

@@ -1,4 +1,4 @@
-"""Footprint: bytes that a trial holds as long as it runs, on devices, on the host and on disk. The
+"""Held bytes: what a trial holds as long as it runs, on devices, on the host and on disk. The
 peak of a step is in memory/formula/formula.py.
 
 Also: model FLOPs of a training step, for MFU, without recomputation, which is overhead.
@@ -136,7 +136,7 @@ def gradient_bytes(shape: ModelShape, settings: Settings, *, shards: int = 1) ->
 
 
 def resting_state_bytes(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes of parameters and moments on one GPU between steps, when no gradients exist."""
+    """Bytes of parameters and moments on one GPU between steps, when there are no gradients."""
     shards = layout.shard_degree
     states = device_state_bytes(shape, settings, device="cuda", shards=shards)
     return max(0, states - gradient_bytes(shape, settings, shards=shards)) // shards
@@ -151,7 +151,7 @@ def _saved_by_bf16(copies: int, shape: ModelShape, settings: Settings, *, shards
 
 
 def _padding(shape: ModelShape, settings: Settings, shards: int) -> int:
-    """Elements that uneven shards of the layers' trained parameters add, over all devices."""
+    """Elements of padding in uneven shards of the layers' trained parameters, on all GPUs."""
     trained = _in_layers(shape) if settings.lora is None else _adapters(shape, settings)
     return _beyond_even(trained, settings, shards)
 
@@ -330,7 +330,7 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layo
 def pinned_matrices_bytes(
     sizes: Iterable[Matrices], *, layout: Layout, bytes_per_element: int
 ) -> int:
-    """Bytes of pinned blocks for these matrices, one for each GPU's shard of each matrix."""
+    """Bytes of pinned host memory for the shards of these matrices, each a block of its own."""
 
     def block_bytes(rows: int, row_size: int) -> int:
         return _pinned_bytes(bytes_per_element * -(-rows // layout.shard_degree) * row_size)
@@ -341,7 +341,7 @@ def pinned_matrices_bytes(
 
 
 def matrices(shape: ModelShape) -> tuple[Matrices, ...]:
-    """Return every parameter matrix: number of equal ones, rows, and size of a row."""
+    """Sizes of all parameter matrices of a model: how many alike, rows, and numbers in a row."""
     return (*_in_layers(shape), *shape.layer_tables, _tables(shape))
 
 
@@ -351,7 +351,7 @@ def _in_layers(shape: ModelShape) -> tuple[Matrices, ...]:
 
 
 def _adapters(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
-    """Return every matrix of a model's adapters."""
+    """Sizes of all matrices of a model's adapters."""
     adapters = settings.adapters
     if adapters is None:
         return ()
@@ -364,12 +364,12 @@ def _adapters(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
 
 
 def _times(layers: int, sizes: tuple[Matrices, ...]) -> tuple[Matrices, ...]:
-    """Return the matrices of ``layers`` layers that each have ``sizes``."""
+    """Sizes of the matrices of ``layers`` layers that each have ``sizes``."""
     return tuple(Matrices(layers * each.number, each.rows, each.row_size) for each in sizes)
 
 
 def _tables(shape: ModelShape) -> Matrices:
-    """Return the matrices of embedding and head, or one matrix if they are tied."""
+    """Size of embedding and head: two matrices, or one if they are tied."""
     return Matrices(1 if shape.tied_embeddings else 2, shape.vocab_size, shape.hidden_size)
 
 
@@ -379,7 +379,7 @@ def _pinned_bytes(requested: int) -> int:
 
 
 def layer_input_bytes(shape: ModelShape) -> int:
-    """Bytes per token of the inputs of all layers, in bfloat16, which recompute keeps."""
+    """Bytes per token of all layers' inputs in bfloat16: what recomputation keeps."""
     return sum(2 * run.count * run.kind.hidden_size for run in shape.runs)
 
 
