@@ -243,7 +243,7 @@ class _Training:
         stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
         if stack_bytes == resource.RLIM_INFINITY:
             stack_bytes = _STACK_BYTES
-        cores = max(1, self.machine.cpu_cores // self.spec.layout.machine_gpus)
+        cores = max(1, self.machine.cpu_cores // self.spec.layout.gpus)
         stacks = (_THREADS + _POOLS * cores) * stack_bytes - _THREADS * _STACK_BYTES
         return int(_NEAR * predicted_bytes) + _COMPILED_BYTES + max(0, stacks)
 
