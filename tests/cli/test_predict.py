@@ -233,6 +233,17 @@ def test_weights_in_float32_are_named_where_weights_in_bf16_have_another_answer(
     assert f"(longest: {named[1]})" in first
 
 
+def test_a_no_names_the_fewest_machines_with_a_flag_that_works_as_it_is_typed(highwater):
+    asked = "predict Qwen2.5-72B --length 32k --host-memory 1007GiB --trainer llamafactory"
+    words = (*asked.split(), "--deepspeed", "zero3-offload", "--gpus")
+    no = highwater(*words, "8xA100-80GB")
+    named = re.search(r"16 x A100-80GB on 2 machines \(`--gpus (\S+)`\)", no.stdout)
+    assert no.returncode == 1
+    yes = highwater(*words, named[1])
+    assert yes.returncode == 0
+    assert "was measured nowhere" in yes.stderr
+
+
 def test_a_timeline_needs_a_trace_and_a_new_file(highwater, tmp_path):
     words = ("predict", "tiny", "--gpus", "A100-80GB", "--length", "4096", "--timeline")
     taken = tmp_path / "taken.pickle"

@@ -95,17 +95,19 @@ def losses(path: Path) -> dict[int, list[Any]]:
     }
 
 
-def test_two_machines_train_as_one_does_and_find_the_same(machines, mark, tmp_path):
-    search = started(*FIND, *across(tmp_path, *wired(machines)))
+@pytest.mark.parametrize("degrees", ["--copies 1", "--copies 2", "--ulysses 2", "--ring 2"])
+def test_two_machines_train_as_one_does_and_find_the_same(machines, mark, tmp_path, degrees):
+    named = () if degrees == "--copies 1" else degrees.split()
+    search = started(*FIND, *across(tmp_path, *wired(machines)), *named)
     answer, talk = search.communicate(timeout=ENDS_S)
     assert search.returncode == 0, talk
     assert list((tmp_path / "meet").iterdir()) == []
     assert (tmp_path / "meet").stat().st_mode & 0o777 == 0o700
     assert are_gone(mark)
     assert "64 tokens" in answer
-    assert "2 copies" in answer
+    assert ("2 copies" in answer) == (degrees == "--copies 2")
     together = losses(tmp_path / "study.jsonl")
-    ended = done(*FIND, "--copies", "2", "--study", "alone.jsonl")
+    ended = done(*FIND, *degrees.split(), "--study", "alone.jsonl")
     assert ended.returncode == 0, ended.stderr
     assert together == losses(tmp_path / "alone.jsonl")
     assert len(together) >= 1
@@ -168,9 +170,12 @@ def trained_losses(run: Path) -> list[float]:
     return json.loads((last / "state.json").read_text())["losses"]
 
 
-@pytest.mark.parametrize("told", ["the command", "another machine"])
-def test_two_machines_train_as_one_and_told_to_stop_both_stop(machines, mark, tmp_path, told):
-    run, where = tmp_path / "run", across(tmp_path, *wired(machines))
+@pytest.mark.parametrize(("told", "copies"), [("the command", "1"), ("another machine", "2")])
+def test_two_machines_train_as_one_and_told_to_stop_both_stop(
+    machines, mark, tmp_path, told, copies
+):
+    named = () if copies == "1" else ("--copies", copies)
+    run, where = tmp_path / "run", (*across(tmp_path, *wired(machines)), *named)
     first = started(*training("run", *where, "--steps", "400"))
     assert wait_until((run / "checkpoints" / "step-000002").exists, within_s=HANGS_S), (
         first.communicate(timeout=GONE_S)
@@ -194,8 +199,8 @@ def test_two_machines_train_as_one_and_told_to_stop_both_stop(machines, mark, tm
     both = started(*training("run", *where, "--steps", steps))
     _, talk = both.communicate(timeout=ENDS_S)
     assert both.returncode == 0, talk
-    assert "2 copies" in talk
-    ended = done(*training("alone", "--copies", "2", "--steps", steps))
+    assert ("2 copies" in talk) == (copies == "2")
+    ended = done(*training("alone", "--copies", copies, "--steps", steps))
     assert ended.returncode == 0, ended.stderr
     assert trained_losses(run) == trained_losses(tmp_path / "alone")
     weights = [(tmp_path / each / "model/model.safetensors") for each in ("run", "alone")]

@@ -17,6 +17,7 @@ from highwater.units import GIB
 OF_COPIES = ("NCCL", "gradient reduction")
 """Terms that copies make larger: groups of their own, and a second layer's gradients on their
 way."""
+ZERO = {"trainer": "llamafactory", "deepspeed": "zero3-offload"}
 KEPT_SHARE = 0.01
 """What the allocator keeps at the most besides its terms, as a share of them."""
 
@@ -28,6 +29,10 @@ def predicted(gpus: int, **settings: Any) -> Prediction:
 
 def terms(of: CellPrediction) -> dict[str, int]:
     return {term.name: term.bytes for term in (*of.footprint.peak.terms, *of.footprint.outside)}
+
+
+def host_states(of: CellPrediction) -> int:
+    return sum(term.bytes for term in of.footprint.host if term.name.startswith("offloaded"))
 
 
 def test_64_gpus_take_what_8_do_and_what_copies_take():
@@ -46,17 +51,9 @@ def test_64_gpus_take_what_8_do_and_what_copies_take():
         assert few.footprint == many.footprint
 
 
-@pytest.mark.parametrize(
-    ("gpus", "copies", "of_a_machine"),
-    [(8, 1, 8), (16, 2, 16), (64, 8, 8), (64, 4, 16), (64, 32, 8), (48, 8, 6), (24, 2, 12)],
-)
-def test_a_machine_has_whole_copies_and_8_gpus_where_they_are_smaller(gpus, copies, of_a_machine):
-    assert Layout(gpus=gpus, replicate_degree=copies).machine_gpus == of_a_machine
-
-
 def test_what_was_measured_nowhere_is_said_once_and_a_configuration_is_of_one_machine():
     def said(notes: tuple[str, ...]) -> list[str]:
-        return [note for note in notes if "between those was measured nowhere" in note]
+        return [note for note in notes if "was measured nowhere" in note]
 
     assert len(said(predicted(64, copies=[8]).notes)) == 1
     found = recommend("Qwen3-8B", gpus="64xH100-80GB", length="64k", copies=[8])
@@ -67,49 +64,70 @@ def test_what_was_measured_nowhere_is_said_once_and_a_configuration_is_of_one_ma
         configured("accelerate", found, found.chosen, model="Qwen3-8B")
 
 
-def test_machines_have_a_copy_each_their_own_gpus_and_their_own_host():
+def test_all_gpus_of_all_machines_share_the_states_and_each_machine_has_its_own_host():
     named = predict("Qwen3-8B", gpus="2x8xH100-80GB", length="64k")
     layouts = [each.cell.layout for each in named.cells]
-    assert {layout.replicate_degree for layout in layouts} == {2}
-    assert {layout.machine_gpus for layout in layouts} == {8}
+    assert {(layout.shard_degree, layout.machine_gpus) for layout in layouts} == {(16, 8)}
     assert {layout.ulysses_degree for layout in layouts} == {1, 2, 4, 8}, "within a machine"
-    assert named.gpus == 16
-    assert [note for note in named.notes if "of one, of 8 GPUs" in note]
+    assert [note for note in named.notes if note.startswith("2 machines of 8 GPUs")]
     asked = {"length": "32k", "ulysses": [1], "offload": True, "allocator": "expandable"}
     one = predict("Qwen3-8B", gpus="4xH100-80GB", **asked)
-    two = predict("Qwen3-8B", gpus="2x4xH100-80GB", **asked)
-    for alone, several in zip(one.cells, two.cells, strict=True):
+    shared, copied = (
+        predict("Qwen3-8B", gpus="2x4xH100-80GB", copies=copies, **asked) for copies in ([1], [2])
+    )
+    for alone, both, several in zip(one.cells, shared.cells, copied.cells, strict=True):
         assert several.footprint.host_bytes == alone.footprint.host_bytes
+        assert 2 * host_states(both) == host_states(alone) > 0
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3, 4, 8, 24])
+def test_states_are_shared_by_any_part_of_all_gpus(copies):
+    cells = predict("Qwen3-8B", gpus="3x8xH100-80GB", length="64k", copies=[copies]).cells
+    assert {cell.cell.layout.shard_degree for cell in cells} == {24 // copies}
+    without = predict("Qwen3-8B", gpus="24xH100-80GB", length="64k", copies=[copies]).cells
+    assert without == cells, "24 GPUs are three machines"
 
 
 @pytest.mark.parametrize(
-    ("gpus", "copies", "said"),
+    ("gpus", "said"),
+    [("2x17", "16 GPUs at the most"), ("129x8", "up to 1024"), ("0x8", "1 to 1024")],
+)
+def test_machines_that_cannot_be_are_refused_with_what_can(gpus, said):
+    with pytest.raises(UsageError, match=said) as refusal:
+        predict("Qwen3-8B", gpus=f"{gpus}xH100-80GB")
+    flag, value = refusal.value.hint.split("`")[1].split()
+    assert predict("Qwen3-8B", **{flag.removeprefix("--"): value}).cells
+    with pytest.raises(UsageError, match="not as many on each of 2"):
+        Layout(gpus=3, machines=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "length", "asked"),
     [
-        ("2x8xH100-80GB", [1], "16 GPUs share the states, and a machine has 8"),
-        ("3x8xH100-80GB", [2], "12 GPUs share the states, and a machine has 8"),
-        ("2x17xH100-80GB", None, "16 GPUs at the most"),
-        ("129x8xH100-80GB", None, "up to 1024"),
-        ("0x8xH100-80GB", None, "1 to 1024"),
+        ("Qwen3-30B-A3B", "2x2xH100-80GB", "64k", {"offload": False}),
+        ("Qwen2.5-72B", "8xA100-80GB", "32k", {"host_memory": "1007GiB"}),
+        ("Qwen2.5-72B", "8xA100-80GB", "32k", {"host_memory": "1007GiB", **ZERO}),
+        ("Llama-3.1-70B", "1xH100-80GB", "128k", {"offload": False, "activations": "gpu"}),
+        ("Qwen3-32B", "16xA100-40GB", "300k", {"offload": False, "activations": "gpu"}),
+        ("Qwen3-32B", "8xH200-141GB", "400k", {"offload": False, "copies": [2]}),
     ],
 )
-def test_machines_that_cannot_be_are_refused_with_what_can(gpus, copies, said):
-    settings: dict[str, Any] = {} if copies is None else {"copies": copies}
-    with pytest.raises(UsageError, match=said) as refusal:
-        predict("Qwen3-8B", gpus=gpus, **settings)
-    flag, value = refusal.value.hint.split("`")[1].split()
-    mended = {"gpus": value} if flag == "--gpus" else {"gpus": gpus, "copies": [int(value)]}
-    assert predict("Qwen3-8B", **mended).cells
-
-
-def test_more_machines_are_offered_where_machines_were_named():
-    asked: dict[str, Any] = {"length": "64k", "offload": False}
-    found = recommend("Qwen3-30B-A3B", gpus="2x2xH100-80GB", **asked)
+def test_the_fewest_machines_that_do_are_offered_and_do_as_they_are_typed(
+    model, gpus, length, asked
+):
+    asked = {"length": length, **asked}
+    found = recommend(model, gpus=gpus, **asked)
     assert found.chosen is None
-    offered = [each.flags[1] for each in found.alternatives if each.flags[:1] == ("--gpus",)]
-    assert offered
-    for gpus in offered:
-        assert gpus.split("x")[1] == "2", "machines are as large as those that were named"
-        assert recommend("Qwen3-30B-A3B", gpus=gpus, **asked).chosen is not None
+    (more,) = (each for each in found.alternatives if each.kind == "more GPUs")
+    flag, typed = more.flags
+    assert f"`{flag} {typed}`" in more.what
+    assert recommend(model, gpus=typed, **asked).chosen.label == more.label
+    machines, each, kind = typed.split("x", 2)
+    named = gpus.split("x")
+    assert int(each) == (int(named[1]) if len(named) == 3 else max(8, int(named[0])))
+    fewer = f"{int(machines) - 1}x{each}x{kind}"
+    chosen = recommend(model, gpus=fewer, **asked).chosen
+    assert chosen is None or chosen.risk != "safe"
 
 
 @pytest.mark.parametrize(
@@ -137,13 +155,3 @@ def test_every_machine_has_gpus_that_train_and_every_nvidia_kind_of_them_a_data_
     trains = {k.name for k in kinds.values() if not lacking(k) and k.vendor == "NVIDIA"}
     assert set(sheets()) == trains
     assert all(sheet.source for sheet in sheets().values())
-
-
-def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named():
-    asked = {"length": "400k", "copies": [2], "offload": False}
-    found = recommend("Qwen3-32B", gpus="8xH200-141GB", **asked)
-    more, *_ = found.alternatives
-    assert found.chosen is None
-    assert more.kind == "more GPUs"
-    chosen = recommend("Qwen3-32B", gpus=more.flags[1], **asked).chosen
-    assert chosen.label == more.label

@@ -15,8 +15,7 @@ from highwater.errors import ModelError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.cells import cells_of
 from highwater.nouns.codec import from_builtins, to_builtins
-from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
-from highwater.nouns.layout import SCORES_AT_HAND, Layout, stretch
+from highwater.nouns.layout import SCORES_AT_HAND, stretch
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question
@@ -157,17 +156,15 @@ def about_windows(notes: tuple[str, ...]) -> list[str]:
 
 (MOST,) = deep(8) or (6,)
 """The most of each number that is asked for."""
-MACHINES = deep(17, 20, 24, 48, 64) or (20, 64)
-"""GPUs of several machines."""
 MODEL = "Qwen3-8B"
 SHAPE = load_model(MODEL).shape
 
 
-def refusal_of(gpus: int, *, within_machines: bool = False, **settings: Any) -> str | None:
+def refusal_of(gpus: int, **settings: Any) -> str | None:
     """The hint of a layout that cannot be; None where it can."""
     request = request_from({"model": MODEL, "gpus": [gpus], **settings})
     try:
-        cells, _ = cells_of(request, SHAPE, "cuda", (gpus,), within_machines=within_machines)
+        cells, _ = cells_of(request, SHAPE, "cuda", (gpus,))
     except UsageError as refused:
         return refused.hint
     assert all(cell.layout.gpus == gpus for cell in cells)
@@ -195,24 +192,6 @@ def test_every_layout_that_a_hint_names_can_be(gpus, strategy):
             assert ways
             for way in ways:
                 assert refusal_of(gpus, strategy=strategy, **(asked | way)) is None, (asked, way)
-
-
-@pytest.mark.parametrize("gpus", MACHINES)
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_of_several_machines_a_hint_names_copies_that_each_hold(gpus, strategy):
-    every = product((1, 2, 3, 16), (1, 2, 3, 8), (1, 2, 3, 8, 64))
-    for ulysses, ring, copies in deep(*every) or product((1, 3, 16), (1, 2), (1, 3, 8)):
-        asked = {"ulysses": [ulysses], "ring": [ring], "copies": [copies], "strategy": strategy}
-        hint = refusal_of(gpus, within_machines=True, **asked)
-        if hint is None:
-            degrees = {"ulysses_degree": ulysses, "ring_degree": ring}
-            layout = Layout(gpus=gpus, **degrees, replicate_degree=copies)
-            assert layout.shard_degree <= layout.machine_gpus <= MOST_GPUS_OF_A_MACHINE
-            assert layout.machine_gpus % layout.context_degree == 0
-        else:
-            assert offered(hint)
-            for way in offered(hint):
-                assert refusal_of(gpus, within_machines=True, **(asked | way)) is None, (asked, way)
 
 
 @pytest.mark.parametrize(

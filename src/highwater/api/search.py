@@ -81,7 +81,7 @@ def prepare(request: Request) -> Plan:
     machines = across_nodes(request)
     of_machine = (*(machines.notes if machines else ()), *of_machine)
     request, of_study = gone_on(request)
-    planned = _planned(request, machine)
+    planned = searched(request, machine, cells_of_study(request))
     question = planned.question
     unforeseen = check_prediction(request, question)
     check_machine(
@@ -97,19 +97,6 @@ def prepare(request: Request) -> Plan:
     of_time = () if question.simulated else time_notes(question, planned.timeout_s)
     notes = (*of_machine, *of_study, *planned.notes, *unforeseen, *seen, *of_time)
     return planned.replace(notes=notes)
-
-
-def _planned(request: Request, machine: Machine) -> Plan:
-    """The plan on this machine, or on as many machines like it as the request names."""
-    if request.nodes == 1:
-        return searched(request, machine, cells_of_study(request))
-    together = machine.replace(gpus=machine.gpus * request.nodes)
-    of_all = len(together.gpus) or request.nodes
-    named = {"gpus": request.gpus or (of_all,)}
-    if request.copies == (1,):
-        named["copies"] = (request.nodes,)
-    request = request.replace(**named)
-    return plan(request, together, within_machines=True, machines=request.nodes)
 
 
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:

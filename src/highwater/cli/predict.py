@@ -154,7 +154,8 @@ def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[s
             shared["max_length"] = "1m"  # the file may say the length
         longest = api_predict(model, constants=arguments.constants, **shared, **settings)
     length_tokens = asked or prediction.cells[0].does_not_fit_tokens
-    if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
+    grid = {flag_of(name) for name in settings if name not in OF_OTHERS}
+    if length_tokens is None or grid.intersection(_NOT_RECOMMENDED):
         return {"longest": longest}
     from highwater.recommendation.recommend import recommend, what_would_fit
 

@@ -30,7 +30,6 @@ from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cells import heads_obstacle, ring_obstacle, simplicity
 from highwater.nouns.cluster import Cluster
-from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import (
     THIS_MACHINE,
     Machine,
@@ -38,12 +37,12 @@ from highwater.nouns.hardware import (
     hour_dollars_of,
     runs_trials,
 )
-from highwater.nouns.layout import WIDEST_FUSED_HEAD, Layout
+from highwater.nouns.layout import WIDEST_FUSED_HEAD
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import plan
 from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell, Question, default_headroom_bytes
+from highwater.nouns.study import Cell, Question, counted_ranks, default_headroom_bytes
 from highwater.nouns.trainer import OURS, TRAINERS, TrainerName, trainer_title
 from highwater.nouns.trial import refuse_one_token
 from highwater.speed import BASIS_IN_WORDS, MEASURED, cost_of, predicted_step, rates_of
@@ -84,13 +83,7 @@ def predicted_question(
         refuse_one_token(length_tokens)
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
     plans = [
-        plan(
-            request,
-            where.machine(),
-            trainer=trainer,
-            within_machines=not where.may_shard_across,
-            machines=where.machines,
-        )
+        plan(request, where.machine(), trainer=trainer, machines=where.machines)
         for request in _requests(model, where, trainer, settings)
     ]
     every = (cell for each in plans for cell in each.question.cells)
@@ -100,7 +93,7 @@ def predicted_question(
     notes = (ZERO_NOTE,) if is_zero else ()
     notes += plans[0].notes
     notes += _ring_notes(model, where, trainer, settings, question.grid.max_tokens)
-    notes += tuple(_hardware_notes(where, cells))
+    notes += tuple(_hardware_notes(where))
     shape = question.model.shape
     if shape.widest_head > WIDEST_FUSED_HEAD and trainer == OURS:
         notes += (BASIS_IN_WORDS["of_wide_heads"],)
@@ -129,14 +122,6 @@ def _requests(
         if refused[0] == "objective" and is_of_trl:
             hint = "use `--trainer trl`, whose step is predicted with it"
         raise UsageError(f"{title} is not predicted with {flag}", hint=hint)
-    is_in_copies = where.is_several_machines and not where.may_shard_across
-    if is_in_copies and TRAINERS[trainer].refused(["copies"]):
-        one = where.on_one_machine()
-        raise UsageError(
-            f"{where.gpus} GPUs are of several machines, and a trainer without copies is predicted "
-            f"on one, of {one.gpus} GPUs at the most",
-            hint=f"use `--gpus {one.typed}`",
-        )
     common: dict[str, Any] = {
         "model": model,
         "gpus": [where.gpus],
@@ -146,7 +131,6 @@ def _requests(
         # length as before it; the proof is full; this machine's GPUs and host memory are not
         # checked; and the question is ``simulated``.
         "dry_run": True,
-        **_copies_of_machines(where),
         **MEMORY[trainer].fixed_fields(settings),
     }
     if settings.get("offload") == "states" and not TRAINERS[trainer].offloads_states:
@@ -171,11 +155,6 @@ def _requests(
     return [request_from(fields, keywords=True) for fields in requested]
 
 
-def _copies_of_machines(where: Cluster) -> dict[str, Any]:
-    """Field ``copies``: one copy of the states on each machine; empty for a single machine."""
-    return {"copies": [where.machines]} if where.machines > 1 else {}
-
-
 def _default_degrees(
     model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> dict[str, list[int]]:
@@ -183,7 +162,7 @@ def _default_degrees(
     rings, shape = TRAINERS[trainer].ring_objectives, load_model(model).shape
     if rings is None or not shape.has_plain_attention:
         return {"ulysses": _degrees(model, where, settings)}
-    is_whole = where.is_several_machines or "ulysses" in settings or "copies" in settings
+    is_whole = where.machines > 1 or "ulysses" in settings or "copies" in settings
     objective = settings.get("objective", Settings().objective)
     if is_whole or objective not in rings:
         return {"ulysses": [1]}
@@ -193,25 +172,13 @@ def _default_degrees(
 
 def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[int]:
     """Ulysses degrees that work on these GPUs; with several machines, within one machine."""
-    shape = load_model(model).shape
-    divisors = [degree for degree in range(1, where.gpus + 1) if where.gpus % degree == 0]
+    shape, own = load_model(model).shape, where.machine_gpus
+    divisors = [degree for degree in range(1, own + 1) if own % degree == 0]
     works = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
-    if not where.is_several_machines or where.may_shard_across:
+    if where.machines == 1:
         return works
-    named = request_from({"model": model, **_copies_of_machines(where), **settings}, keywords=True)
-    machines = [
-        where.gpus // where.machines
-        if where.machines > 1
-        else Layout(gpus=where.gpus, replicate_degree=copies).machine_gpus
-        for copies in named.copies
-        if where.gpus % copies == 0 and where.gpus // copies <= MOST_GPUS_OF_A_MACHINE
-    ]
-    return [
-        degree
-        for degree in works
-        if degree == 1
-        or any(gpus % (degree * ring) == 0 for gpus in machines for ring in named.ring)
-    ]
+    rings = request_from({"model": model, **settings}, keywords=True).ring
+    return [n for n in works if n == 1 or any(own % (n * ring) == 0 for ring in rings)]
 
 
 def _ring_notes(
@@ -227,7 +194,7 @@ def _ring_notes(
     is_named = "ulysses" in settings or "ring" in settings
     traits = TRAINERS[trainer]
     has_no_other = bool(traits.refused(["ring"])) or traits.ring_objectives is not None
-    if where.is_several_machines or is_named or has_no_other:
+    if where.machines > 1 or is_named or has_no_other:
         return ()
     most = max(_degrees(model, where, settings))
     if most == where.gpus:
@@ -238,15 +205,13 @@ def _ring_notes(
     )
 
 
-def _hardware_notes(where: Cluster, cells: Sequence[Cell]) -> Iterator[str]:
+def _hardware_notes(where: Cluster) -> Iterator[str]:
     """Notes on hardware that was never measured: several machines, and AMD's GPUs."""
-    if any(cell.layout.is_several_machines for cell in cells):
-        gpus = max(cell.layout.gpus for cell in cells)
-        each = dict.fromkeys(cell.layout.machine_gpus for cell in cells)
+    if where.machines > 1:
         yield (
-            f"{gpus} GPUs are of several machines: what NCCL takes between those was measured "
-            "nowhere, and is taken as within one; host memory is that of one, of "
-            f"{' or '.join(map(str, each))} GPUs"
+            f"{where.machines} machines of {counted_ranks(where.machine_gpus, 'cuda')}: what NCCL "
+            "takes between them, and how fast their network is, was measured nowhere, and is taken "
+            "as within one; host memory is that of one"
         )
     if not runs_trials(where.device_name):
         yield (
@@ -424,14 +389,13 @@ def placed(question: Question, machine: Machine) -> Cell:
 
 def with_usual_host(limit: MemoryLimit, where: Cluster) -> MemoryLimit:
     """The limit with the host memory of this machine, or of a usual machine with such GPUs, unless
-    the user named it. For more GPUs than any machine has: that of the largest machine.
+    the user named it. For more GPUs a machine than any has: that of the largest machine.
     """
     if limit.host_bytes is not None and limit.usual_host is None:
         return limit
     if where.host_bytes is not None:
         return limit.replace(host_bytes=where.host_bytes, usual_host=THIS_MACHINE)
-    gpus = where.on_one_machine().gpus
-    each = (default_host(where.device_name, fewer) for fewer in range(gpus, 0, -1))
+    each = (default_host(where.device_name, n) for n in range(where.machine_gpus, 0, -1))
     found = next((host for host in each if host is not None), None)
     host_bytes, machine = (found.host_bytes, found.machine) if found else (None, None)
     return limit.replace(host_bytes=host_bytes, usual_host=machine)

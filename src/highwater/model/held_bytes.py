@@ -259,7 +259,7 @@ def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -
     """
     trained = shape.parameters if settings.lora is None else trained_parameters(shape, settings)
     ordinary = 12 * settings.trained_models * trained if settings.offloads_model else 0
-    ordinary *= layout.machine_gpus // layout.shard_degree
+    ordinary = ordinary * layout.machine_gpus // layout.shard_degree
     return pinned_state_bytes(shape, settings, layout=layout) + ordinary
 
 

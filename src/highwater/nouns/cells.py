@@ -13,8 +13,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape
-from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
-from highwater.nouns.layout import USUAL_GPUS_OF_A_MACHINE, WIDEST_FUSED_HEAD, Device, Layout
+from highwater.nouns.layout import WIDEST_FUSED_HEAD, Device, Layout
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Allocator, Loss, Offload, Settings, Strategy
 from highwater.nouns.sparse_pattern import SparsePatternConfig
@@ -79,14 +78,13 @@ def cells_of(
     counts: tuple[int, ...],
     *,
     has_ring: bool = True,
-    within_machines: bool = False,
     machines: int = 1,
     longest_tokens: int | None = None,
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
     """Cells of every layout that can work on every rung, and a note for each layout that is
-    skipped. ``has_ring``: the trainer has ring attention. ``within_machines``: no copy of the
-    states and no sequence may span machines; ``machines``: how many were named, else 1.
-    ``longest_tokens``: the longest document; None: unknown. Raises UsageError if no layout works.
+    skipped. ``has_ring``: the trainer has ring attention. ``machines``: those that the GPUs are
+    of. ``longest_tokens``: the longest document; None: unknown. Raises UsageError if no layout
+    works.
     """
     if device == "cpu" and request.allocator == "expandable":
         raise UsageError(
@@ -108,10 +106,9 @@ def cells_of(
     has_ring = has_ring and (pattern is None or _sparse_obstacle(pattern, device) is None)
     bounds = _Bounds(
         *(shape, device, request.settings.strategy),
-        *(has_ring, within_machines, longest_tokens, pattern),
+        *(has_ring, longest_tokens, pattern),
         is_packed=is_packed,
         head_groups=request.settings.attention_head_groups,
-        machines=machines,
     )
     obstacles = {each: bounds.obstacle(each) for each in asked}
     layouts = [each.layout for each, obstacle in obstacles.items() if obstacle is None]
@@ -205,7 +202,6 @@ class _Degrees(NamedTuple):
     ring: int
     copies: int
     machines: int = 1
-    """Machines that were named; 1 where none were."""
 
     @property
     def context(self) -> int:
@@ -250,7 +246,6 @@ class _Bounds(NamedTuple):
     device: Device
     strategy: Strategy
     has_ring: bool
-    within_machines: bool
     longest_tokens: int | None
     pattern: SparsePatternConfig | None
     """The keys that attention keeps; None: every key."""
@@ -258,8 +253,6 @@ class _Bounds(NamedTuple):
     """True if the model is frozen in NF4."""
     head_groups: int = 1
     """Groups of key/value heads that attention is computed in, one after the other."""
-    machines: int = 1
-    """Machines that were named; 1 where none were."""
 
     def obstacle(self, asked: _Degrees) -> str | None:
         """Reason why a layout cannot work; None if it can."""
@@ -290,36 +283,14 @@ class _Bounds(NamedTuple):
             why = _sparse_obstacle(self.pattern, self.device)
             if why is not None:
                 return why
-        across = self._across_machines(asked.layout) if self.within_machines else None
-        return across or heads_obstacle(self.shape, asked.ulysses)
-
-    def _across_machines(self, layout: Layout) -> str | None:
-        """Reason why this layout splits a copy or a sequence over machines; None: it does not."""
-        if not layout.is_several_machines:
-            return None
-        if layout.machines and layout.machine_gpus % layout.shard_degree:
-            return (
-                f"{layout.shard_degree} GPUs share the states, and a machine has "
-                f"{layout.machine_gpus}"
-            )
-        if layout.shard_degree > MOST_GPUS_OF_A_MACHINE:
-            return (
-                f"{layout.shard_degree} GPUs share the states, and {MOST_GPUS_OF_A_MACHINE} are "
-                "the most of one machine"
-            )
-        if layout.machine_gpus % layout.context_degree:
-            return (
-                f"{layout.context_degree} GPUs share a sequence, and a machine has "
-                f"{layout.machine_gpus}"
-            )
-        return None
+        return heads_obstacle(self.shape, asked.ulysses)
 
     def layouts(self, gpus: int) -> Iterator[_Degrees]:
         """Yield every layout of ``gpus`` GPUs that can work."""
         divisors = [each for each in range(1, gpus + 1) if gpus % each == 0]
         rings = divisors if self.has_ring else [1]
         degrees = product(divisors, rings, divisors)
-        every = (_Degrees(gpus, *each, machines=self.machines) for each in degrees)
+        every = (_Degrees(gpus, *each) for each in degrees)
         return (each for each in every if self.obstacle(each) is None)
 
 
@@ -329,7 +300,7 @@ def _offers(
     """Flags that would work: the nearest layouts to the refused ones, or Ulysses alone."""
     beside = ""
     if all(next(bounds.layouts(gpus), None) is None for gpus in counts):
-        # several machines need copies, which FSDP1 has not
+        # a model in nf4 needs copies, which FSDP1 has not
         bounds, beside = bounds._replace(strategy="fsdp2"), "--strategy fsdp2"
     nearest = {each: _nearest(each, bounds) for each in refused}
     works = [to.flags_after(each) for each, to in nearest.items() if to.is_shared_as(each)]
@@ -353,10 +324,7 @@ def _nearest(refused: _Degrees, bounds: _Bounds) -> _Degrees:
     def distance(each: _Degrees) -> tuple[int, ...]:
         context = abs(each.context - refused.context)
         heads, copies = abs(each.ulysses - refused.ulysses), abs(each.copies - refused.copies)
-        is_unusual = bounds.within_machines and (
-            each.layout.is_several_machines and each.layout.machine_gpus > USUAL_GPUS_OF_A_MACHINE
-        )
-        return (context > 0, heads, context, -each.context, is_unusual, copies)
+        return (context > 0, heads, context, -each.context, copies)
 
     return min(bounds.layouts(refused.gpus), key=distance)
 
@@ -368,7 +336,7 @@ def _ulysses_alone(
     ring = " --ring 1" if any(each.ring > 1 for each in refused) else ""
     for degree in range(1, min(max(counts), bounds.shape.query_heads) + 1):
         every = product(counts, (degree,), (1,), request.copies)
-        asked = (_Degrees(*each, machines=bounds.machines) for each in every)
+        asked = (_Degrees(*each) for each in every)
         if any(bounds.obstacle(each) is None for each in asked):
             yield f"--ulysses {degree}{ring}"
         else:

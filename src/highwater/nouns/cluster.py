@@ -10,7 +10,11 @@ from typing import NamedTuple
 
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import Record
-from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE, MOST_GPUS_PREDICTED
+from highwater.nouns.declaration import (
+    MOST_GPUS_OF_A_MACHINE,
+    MOST_GPUS_PREDICTED,
+    USUAL_GPUS_OF_A_MACHINE,
+)
 from highwater.nouns.hardware import (
     OLDEST_CAPABILITY,
     Gpu,
@@ -71,16 +75,14 @@ class Cluster(Record, frozen=True, kw_only=True):
     compute_capability: tuple[int, int] = OLDEST_CAPABILITY
     """The kind's compute capability; where no kind is named, that of the oldest that trains."""
     machines: int = 1
-    """Machines with equally many of the GPUs, if any were named; else 1."""
+    """Machines with equally many of the GPUs."""
     host_bytes: int | None = None
     """Host memory of this machine, if its own GPUs are meant; else None."""
-    may_shard_across: bool = False
-    """True if copies of the states may span machines, to find out if so many GPUs would do."""
 
     @property
-    def is_several_machines(self) -> bool:
-        """True if several machines were named, or one machine cannot have so many GPUs."""
-        return self.machines > 1 or self.gpus > MOST_GPUS_OF_A_MACHINE
+    def machine_gpus(self) -> int:
+        """GPUs of each machine."""
+        return self.gpus // self.machines
 
     @property
     def typed(self) -> str:
@@ -89,9 +91,8 @@ class Cluster(Record, frozen=True, kw_only=True):
         return _typed(self.gpus, known, machines=self.machines)
 
     def on_one_machine(self) -> "Cluster":
-        """The GPUs of one machine of the cluster, at most as many as a machine can have."""
-        own = self.gpus // self.machines if self.machines > 1 else MOST_GPUS_OF_A_MACHINE
-        return self.replace(gpus=min(own, self.gpus), machines=1)
+        """The GPUs of one machine of the cluster."""
+        return self.replace(gpus=self.machine_gpus, machines=1)
 
     def machine(self) -> Machine:
         """A machine with these GPUs, to plan on; what else it has is unknown or 0."""
@@ -123,7 +124,7 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
     if gpu_memory_bytes is not None:
         refuse_small_gpu(gpu_memory_bytes)
     found = _cluster(named, gpu_memory_bytes, machine)
-    return found.replace(machines=named.machines)
+    return found.replace(machines=_machines(found.gpus, named.machines))
 
 
 class _Named(NamedTuple):
@@ -376,12 +377,18 @@ def own_memory(name: str, gpus: str = "") -> str:
 
 
 def _typed(gpus: int, kind: str | None, *, machines: int = 1) -> str:
-    """Text for ``--gpus``; more GPUs than a machine can have are split into several machines."""
-    if machines == 1 and gpus > MOST_GPUS_OF_A_MACHINE:
-        usual = (8, *range(MOST_GPUS_OF_A_MACHINE, 0, -1))
-        machines = gpus // next(own for own in usual if gpus % own == 0)
+    """Text for ``--gpus``."""
+    machines = _machines(gpus, machines)
     counts = (machines, gpus // machines) if machines > 1 else (gpus,)
     return "x".join((*map(str, counts), *((kind,) if kind else ())))
+
+
+def _machines(gpus: int, named: int) -> int:
+    """The machines that were named; if none were, as many as so many GPUs need, mostly of 8."""
+    if named > 1 or gpus <= MOST_GPUS_OF_A_MACHINE:
+        return named
+    usual = (USUAL_GPUS_OF_A_MACHINE, *range(MOST_GPUS_OF_A_MACHINE, 0, -1))
+    return gpus // next(own for own in usual if gpus % own == 0)
 
 
 def _size(count: int) -> str:

@@ -324,10 +324,12 @@ KEYWORDS = Spelling(setting=lambda name, value: f"{name}={value!r}")
 
 MOST_GPUS = 65_536
 """Most GPUs of one trial. The largest published jobs had 16,384 (Llama 3 405B) to 24,576."""
+USUAL_GPUS_OF_A_MACHINE = 8
+"""GPUs that each of several machines mostly has."""
 MOST_GPUS_OF_A_MACHINE = 16
 """Most GPUs of one machine."""
 MOST_GPUS_PREDICTED = 1_024
-"""Most GPUs of one prediction: copies of what some machines hold."""
+"""Most GPUs of one prediction."""
 MOST_NAMED = 256
 """Most numbers of GPUs, or degrees, that one search names."""
 MOST_LENGTHS = 1 << 20

@@ -108,6 +108,15 @@ class Machine(Record, frozen=True, kw_only=True):
             host_memory_available_bytes=min(self.host_memory_available_bytes, most_bytes),
         )
 
+    def times(self, machines: int) -> "Machine":
+        """The GPUs, cores and memory of so many machines like this one."""
+        return self.replace(
+            gpus=self.gpus * machines,
+            cpu_cores=self.cpu_cores * machines,
+            host_memory_total_bytes=self.host_memory_total_bytes * machines,
+            host_memory_available_bytes=self.host_memory_available_bytes * machines,
+        )
+
 
 @cache
 def gpu_catalog() -> tuple[GpuKind, ...]:

@@ -10,12 +10,10 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
-from highwater.nouns.declaration import MOST_GPUS, MOST_GPUS_OF_A_MACHINE, words_of
+from highwater.nouns.declaration import MOST_GPUS, words_of
 from highwater.units import MIB
 
 Device = Literal["cuda", "cpu"]
-USUAL_GPUS_OF_A_MACHINE = 8
-"""GPUs that each of several machines is taken to have, unless a copy of the states has more."""
 
 
 class Layout(Record, frozen=True, kw_only=True):
@@ -30,8 +28,7 @@ class Layout(Record, frozen=True, kw_only=True):
     replicate_degree: int = 1
     """HSDP copies; the shards number ``gpus / replicate_degree``."""
     machines: int | msgspec.UnsetType = msgspec.UNSET
-    """Machines with equally many of the GPUs, if any were named; unset, and in no document, where
-    ``machine_gpus`` follows from the other numbers."""
+    """Machines with equally many of the GPUs; unset, and in no document, for one machine."""
 
     def __post_init__(self) -> None:
         """Raise UsageError unless every degree is positive and divides the GPUs."""
@@ -54,6 +51,12 @@ class Layout(Record, frozen=True, kw_only=True):
                 f"{self.replicate_degree} copies do not divide {self.gpus} GPUs",
                 hint="use `replicate_degree=1`",
             )
+        if self.machines and self.gpus % self.machines:
+            even = self.machines * max(1, self.gpus // self.machines)
+            raise UsageError(
+                f"{self.gpus} GPUs are not as many on each of {self.machines} machines",
+                hint=f"use `--gpus {even}`: it counts those of all machines",
+            )
 
     @property
     def context_degree(self) -> int:
@@ -72,17 +75,13 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def is_several_machines(self) -> bool:
-        """True if several machines were named, or the GPUs are more than one machine can have."""
-        return self.gpus > MOST_GPUS_OF_A_MACHINE or (self.machines or 1) > 1
+        """True if the GPUs are of several machines."""
+        return (self.machines or 1) > 1
 
     @property
     def machine_gpus(self) -> int:
-        """GPUs of each machine: as named, else all if one can have them, else whole copies."""
-        if self.machines:
-            return self.gpus // self.machines
-        if self.gpus <= MOST_GPUS_OF_A_MACHINE:
-            return self.gpus
-        return self.shard_degree * max(1, USUAL_GPUS_OF_A_MACHINE // self.shard_degree)
+        """GPUs of each machine."""
+        return self.gpus // (self.machines or 1)
 
     @property
     def degrees(self) -> tuple[str, ...]:
@@ -128,16 +127,6 @@ class Layout(Record, frozen=True, kw_only=True):
             gpus=self.gpus * machines,
             replicate_degree=self.replicate_degree * machines,
             machines=machines,
-        )
-
-    @property
-    def of_one_machine(self) -> "Layout":
-        """The layout of one machine, before ``across``; this layout if no machines were named."""
-        machines = self.machines or 1
-        return self.replace(
-            gpus=self.gpus // machines,
-            replicate_degree=max(1, self.replicate_degree // machines),
-            machines=msgspec.UNSET,
         )
 
     def without(self, settings: Collection[str]) -> "Layout":

@@ -227,15 +227,18 @@ def plan(
     machine: Machine,
     *,
     trainer: TrainerName = "highwater",
-    within_machines: bool = False,
     machines: int = 1,
     cells: tuple[Cell, ...] = (),
 ) -> Plan:
-    """The question that a request asks of a machine and a trainer. ``cells``: the cells it is
-    about, else those of ``cells_of``, which gets ``within_machines`` and ``machines``. Raises
-    ModelError, UsageError or MachineError for a request that cannot be met, before anything starts.
+    """The question that a request asks of a machine and a trainer; with ``nodes``, of so many such
+    machines. ``machines``: those that the GPUs of ``machine`` are of. ``cells``: the cells it is
+    about, else those of ``cells_of``. Raises ModelError, UsageError or MachineError for a request
+    that cannot be met, before anything starts.
     """
-    model = load_model(request.model)
+    model, here = load_model(request.model), machine
+    if request.nodes > 1:
+        machine, machines = machine.times(request.nodes), request.nodes
+        request = request.replace(gpus=request.gpus or (len(machine.gpus) or machines,))
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
     asked = request
     if request.device == "cpu" and request.memory is None:
@@ -271,7 +274,6 @@ def plan(
             device,
             hardware.counts,
             has_ring=not TRAINERS[trainer].refused(["ring"]),
-            within_machines=within_machines,
             machines=machines,
             # how long a user's documents are is not known before they are read
             longest_tokens=grid.max_tokens if request.data is None else None,
@@ -280,7 +282,7 @@ def plan(
     if request.memory_profiler is not None:
         refuse_profiling(request.memory_profiler, gpus=max(cell.layout.gpus for cell in cells))
     if device == "cuda" and not request.dry_run:
-        check_host_memory(machine, model, cells)
+        check_host_memory(here, model, cells)
     proof = proof_of(request, model, device)
     budget_s = budget_of(request, proof, device, cells)
     timeout_s = timeout_of(request, proof, budget_s, device, cells)
@@ -395,7 +397,7 @@ def alone(request: Request, length_tokens: int) -> Request:
         attention_depth=None,
         start_length=length_tokens,
         max_length=length_tokens,
-        gpus=request.gpus or (1,),
+        gpus=request.gpus or (request.nodes,),
         loss=request.loss or "full",
         allocator=request.allocator or "native",
     )

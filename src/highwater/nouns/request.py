@@ -153,7 +153,9 @@ class _FirstFields(DeclaredRecord, frozen=True, kw_only=True):
         "keys and values on",
     )
     copies: tuple[int, ...] = kinds.COUNTS(
-        (1,), "copies of what FSDP2 shards: GPUs / copies shards, one copy a node for example"
+        (1,),
+        "copies of what FSDP2 shards, each among GPUs / copies; with as many as machines, the "
+        "network between them carries gradients alone",
     )
     memory: Size | None = kinds.SIZE(
         None,
@@ -337,7 +339,8 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     )
     nodes: int = kinds.COUNT(
         1,
-        "machines that each trial runs on, or a training, with a copy of the states each",
+        "machines that each trial runs on, or a training; all their GPUs share the states, unless "
+        "--copies says otherwise",
         example=2,
         **_MACHINES,
     )

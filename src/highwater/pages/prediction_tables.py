@@ -414,7 +414,7 @@ def _unless_gpus(prediction: Prediction) -> str:
     """Words after a No on what ends it, unless that is GPUs with one copy of the states."""
     nearest, lacks_bytes = _nearest(prediction)
     if nearest.binding == "host":
-        return f": it lacks {format_bytes(lacks_bytes)} of host memory, not GPUs"
+        return f": it lacks {format_bytes(lacks_bytes)} of host memory"
     copies = min(cell.cell.layout.replicate_degree for cell in prediction.cells)
     return f" with {copies} copies of the states" if copies > 1 else ""
 

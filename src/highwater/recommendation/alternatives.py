@@ -16,7 +16,7 @@ from highwater.memory.trainers import predict_untraced
 from highwater.model.model import load_model
 from highwater.nouns.cells import heads_obstacle
 from highwater.nouns.cluster import Cluster
-from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE, flag_of, words_of
+from highwater.nouns.declaration import USUAL_GPUS_OF_A_MACHINE, flag_of, words_of
 from highwater.nouns.hardware import gpu_catalog, lacking, runs_trials
 from highwater.nouns.recommendation import Alternative, AlternativeKind, Candidate, Recommendation
 from highwater.nouns.request import DECLARED
@@ -25,9 +25,8 @@ from highwater.nouns.trainer import TRAINERS, AnyTrainer, trainer_title
 from highwater.recommendation.candidates import Goal, first_fit, token_budget, unknown_candidate
 from highwater.units import GIB, format_bytes, parse_memory
 
-_WHOLE_MACHINE = 8
-MOST_GPUS_TRIED = 64
-"""GPUs tried at the most: every number of a machine's, and above those doubled."""
+_MOST_MACHINES = 16
+"""Machines tried at the most, each with all its GPUs."""
 _LORA_RANK = 32
 _RESTRICTIONS = (
     *("allocator", "loss", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
@@ -58,7 +57,7 @@ def _first(kind: AlternativeKind, changes: Iterable[_Change]) -> Alternative | N
         with suppress(UsageError):  # where named degrees make no layout here
             found, gpus = first_fit(goal), goal.where.gpus
             if found is not None and found.fits:
-                do = f"{'are the fewest that ' * (gpus <= _WHOLE_MACHINE)}do safely{tight}"
+                do = f"{'are the fewest that ' * (goal.where.machines == 1)}do safely{tight}"
                 return Alternative(
                     kind=kind,
                     what=what,
@@ -75,31 +74,30 @@ def _first(kind: AlternativeKind, changes: Iterable[_Change]) -> Alternative | N
 
 
 def _more_gpus(goal: Goal, rollout_gpus: int) -> Iterator[_Change]:
-    """More GPUs of the same kind, the fewest first; if they need several machines, and copies of
-    the states were named, with copies within a machine.
-    """
-    for where in _larger_clusters(goal):
+    """More GPUs of the same kind, the fewest first; beyond one machine, more such machines."""
+    for where in _larger_clusters(goal, rollout_gpus):
         larger = replace(goal, where=where, memory_limit=with_usual_host(goal.memory_limit, where))
+        flags = ("--gpus", where.replace(gpus=where.gpus + rollout_gpus).typed)
         what = f"{where.gpus} x {where.device_name}"
-        if where.is_several_machines:
-            what += " on several machines (nobody has measured that)"
-        yield what, _gpu_flags(where, rollout_gpus), (), larger
+        if where.machines > 1:
+            what += f" on {where.machines} machines (`{' '.join(flags)}`)"
+        yield what, flags, (), larger
 
 
-def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
-    """Clusters with more GPUs of the kind, fewest first; of named machines, multiples of them."""
-    where = goal.where
-    if where.machines > 1:
-        for doubled in range(1, (MOST_GPUS_TRIED // where.gpus).bit_length()):
-            gpus, machines = where.gpus << doubled, where.machines << doubled
-            yield where.replace(gpus=gpus, machines=machines, host_bytes=None)
-        return
-    has_copies, rollout = "copies" in goal.settings, goal.memory_limit.rollout
+def _larger_clusters(goal: Goal, rollout_gpus: int) -> Iterator[Cluster]:
+    """Clusters with more GPUs of the kind, fewest first: of one machine, then of whole machines;
+    GPUs for rollout are of one machine.
+    """
+    where, rollout = goal.where.replace(host_bytes=None), goal.memory_limit.rollout
     degree = 1 if rollout is None or rollout.own_gpus else rollout.rollout_tensor_parallel
-    for gpus in range(where.gpus + 1, MOST_GPUS_TRIED + 1):
-        is_tried = gpus <= _WHOLE_MACHINE or gpus.bit_count() == 1
-        if is_tried and gpus % degree == 0:
-            yield where.replace(gpus=gpus, may_shard_across=not has_copies, host_bytes=None)
+    own = where.machine_gpus
+    if where.machines == 1:
+        own = max(own, USUAL_GPUS_OF_A_MACHINE)
+        for gpus in range(where.gpus + 1, own + 1):
+            if gpus % degree == 0:
+                yield where.replace(gpus=gpus)
+    for machines in range(where.machines + 1, 1 if rollout_gpus else _MOST_MACHINES + 1):
+        yield where.replace(gpus=machines * own, machines=machines)
 
 
 def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator[_Change]:
@@ -126,7 +124,7 @@ def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator
         if memory_limit.host_bytes is None:  # unknown: no more than now
             memory_limit = limit
         larger = replace(goal, where=where, memory_limit=memory_limit)
-        flags = _gpu_flags(where, rollout_gpus)
+        flags = ("--gpus", where.replace(gpus=where.gpus + rollout_gpus).typed)
         yield f"{where.gpus} x {kind.name}", flags, ("--gpu-memory",), larger
 
 
@@ -233,14 +231,6 @@ def _rings(goal: Goal) -> Iterator[_Change]:
         what = f"a ring, so that {layout.context_degree} GPUs share each sequence"
         changed = replace(goal, settings={**goal.settings, **degrees})
         yield what, tuple(words_of(degrees)), (), changed
-
-
-def _gpu_flags(where: Cluster, rollout_gpus: int) -> tuple[str, ...]:
-    """Flags for these GPUs and those for rollout; empty if no command can name them."""
-    every = where.replace(gpus=where.gpus + rollout_gpus)
-    if where.may_shard_across and every.gpus > MOST_GPUS_OF_A_MACHINE:
-        return ()
-    return ("--gpus", every.typed)
 
 
 def tried_recommendation(

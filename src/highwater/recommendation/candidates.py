@@ -27,7 +27,6 @@ from highwater.nouns.request import DECLARED, setting_flags, taken_by
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, Study, counted_ranks
 from highwater.nouns.trainer import TRAINERS, TrainerName, predicted_trainer
-from highwater.trainers.emitted import refuse_several_machines
 
 
 def trainer_question(
@@ -44,8 +43,6 @@ def trainer_question(
     refuse = MEMORY[trainer].refuse
     if refuse is None:
         return question, said
-    for cell in question.cells:
-        refuse_several_machines(cell.layout, question.device_name)
     kept: list[Cell] = []
     refused: list[UsageError] = []
     notes = list(said)
@@ -121,7 +118,7 @@ def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
     """The GPUs without those for rollout; raises UsageError if none is left."""
     if rollout_gpus < 0:
         raise UsageError(f"{rollout_gpus} GPUs for rollout", hint="use `--rollout-gpus 0` or more")
-    if rollout_gpus and where.is_several_machines:
+    if rollout_gpus and where.machines > 1:
         one = where.on_one_machine()
         rollout = min(rollout_gpus, max(1, one.gpus // 2))
         raise UsageError(
@@ -367,7 +364,7 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
     is_nameless = prediction.device_name == nameless(prediction.device_bytes)
     if words is None or settings is None or prediction.method == "trace":
         return None
-    if any(cell.layout.is_several_machines for cell in cells):  # copies are no part of a query
+    if any(cell.layout.is_several_machines for cell in cells):  # they are no part of a query
         return None
     if kind is None and not is_nameless:
         return None

@@ -59,10 +59,8 @@ class ChosenTrial(NamedTuple):
 
 def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> ChosenTrial:
     """The trial of a training. Raises HighwaterError for invalid settings, and if it is predicted
-    not to fit, with settings that would. On several machines each has the layout that is chosen for
-    one machine, and a copy of the states.
+    not to fit, with settings that would.
     """
-    nodes, request = request.nodes, _on_one_machine(request)
     spec = plan_trial(request, machine, asked.length_tokens)
     how = named_settings(request)
     if asked.settings is not None and how:
@@ -81,44 +79,22 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
                 f"there is no study {path}",
                 hint="use `--settings recommended`, or name the file of a study",
             )
-        cell, measured, notes = _cell_of(path, training, nodes)
+        cell, measured, notes = _cell_of(path, training)
         prompt_tokens = measured.prompt_tokens
         if request.memory is None and spec.device == "cuda":
             budget_bytes = measured.memory_budget_bytes
             spec = spec.replace(memory_budget_bytes=budget_bytes)
     elif asked.settings == RECOMMENDED or not how:
-        cell = training.of_each(nodes).recommended()
+        cell = training.recommended()
     else:
         cell, *others = plan(alone(request, spec.length_tokens), machine).question.cells
         if others:
-            cell = placed(training.of_each(nodes).question(cell, *others), machine)
+            cell = placed(training.question(cell, *others), machine)
     before = TrainingFolder(asked.output).spec() if request.activations == "auto" else None
     if before is not None:  # a resumed run goes on as it began
         cell = cell.changed(activations=before.trial.settings.activations)
-    if nodes > 1:
-        cell = cell.replace(layout=cell.layout.across(nodes))
     spec = spec.replace(prompt_tokens=prompt_tokens)
-    return _checked(replace(training, spec=spec), cell, notes, nodes=nodes)
-
-
-def _on_one_machine(request: Request) -> Request:
-    """The part of a request for each of several machines; UsageError if parts are unequal."""
-    nodes = request.nodes
-    if nodes == 1:
-        return request
-    shares: dict[str, tuple[int, ...]] = {}
-    for name, counts in (("gpus", request.gpus or (nodes,)), ("copies", request.copies)):
-        uneven = next((count for count in counts if count % nodes), None)
-        if name == "copies" and counts == (1,):
-            continue
-        if uneven is not None:
-            even = nodes * max(1, uneven // nodes)
-            raise UsageError(
-                f"`--{name} {uneven}` is not as many on each of {nodes} machines",
-                hint=f"use `--{name} {even}`: it counts those of all machines",
-            )
-        shares[name] = tuple(count // nodes for count in counts)
-    return request.replace(nodes=1, launcher=None, rendezvous=None, **shares)
+    return _checked(replace(training, spec=spec), cell, notes)
 
 
 def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, ...]:
@@ -141,19 +117,12 @@ def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, .
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """A training on one machine, and the trial that it names."""
+    """A training, and the trial that it names."""
 
     request: Request
     asked: TrainingRequest
     machine: Machine
     spec: TrialSpec
-
-    def of_each(self, nodes: int) -> "_Training":
-        """The training on each of ``nodes`` machines."""
-        if self.asked.rows is None or nodes == 1:
-            return self
-        rows = max(1, self.asked.rows // nodes)
-        return replace(self, asked=self.asked.replace(rows=rows))
 
     def question(self, cell: Cell, *others: Cell) -> Question:
         """The question of cells of one layout at the training's length. Micro-batches are a rank's
@@ -213,11 +182,12 @@ class _Training:
         if self.spec.device == "cpu":
             return self.simplest_here()
         request, asked, gpus = self.request, self.asked, self.spec.layout.gpus
-        total_bytes = min(gpu.memory_total_bytes for gpu in self.machine.gpus[:gpus])
+        own, nodes = self.spec.layout.machine_gpus, request.nodes
+        total_bytes = min(gpu.memory_total_bytes for gpu in self.machine.gpus[:own])
         found = recommend(
             request.model,
             length=asked.length_tokens,
-            gpus=gpus,
+            gpus=f"{nodes}x{own}" if nodes > 1 else own,
             reserved=max(0, total_bytes - (self.spec.memory_budget_bytes or total_bytes)),
             host_memory=self.machine.host_bytes,
             micro_batches=1 if asked.rows and asked.rows < 2 * gpus else 2,
@@ -264,7 +234,7 @@ class _Training:
         needed_bytes = (self.spec.memory_budget_bytes or 0) + lacks_bytes
         needed_mib = -(-(needed_bytes + self.room_bytes(needed_bytes)) // MIB)
         host_bytes = self.machine.host_memory_total_bytes
-        is_there = needed_mib * MIB <= host_bytes // self.spec.layout.gpus
+        is_there = needed_mib * MIB <= host_bytes // self.spec.layout.machine_gpus
         more = f"`--memory {needed_mib}MiB`, or " if is_there else ""
         return f"use {more}a smaller `--length`, or a smaller model"
 
@@ -282,7 +252,7 @@ def _may_fit(predicted: CellPrediction) -> bool:
     return bool(predicted.capacity_tokens) or predicted.risk is not None
 
 
-def _checked(training: _Training, cell: Cell, notes: tuple[str, ...], *, nodes: int) -> ChosenTrial:
+def _checked(training: _Training, cell: Cell, notes: tuple[str, ...]) -> ChosenTrial:
     asked, spec = training.asked, training.spec
     if asked.rows is not None:
         refuse_uneven(asked.rows, cell.layout.data_parallel_degree)
@@ -297,7 +267,7 @@ def _checked(training: _Training, cell: Cell, notes: tuple[str, ...], *, nodes: 
         raise MachineError(
             f"{length} tokens do not fit with {label}: {format_bytes(lacks_bytes)} of a {whose}'s "
             "memory are lacking, predicted",
-            hint=training.of_each(nodes).what_fits(lacks_bytes),
+            hint=training.what_fits(lacks_bytes),
         )
     spec = spec.replace(
         layout=cell.layout, settings=cell.settings, micro_batches=question.micro_batches
@@ -310,12 +280,14 @@ def _checked(training: _Training, cell: Cell, notes: tuple[str, ...], *, nodes: 
     return ChosenTrial(spec, predicted, notes, training.rows_bytes(question))
 
 
-def _cell_of(path: Path, training: _Training, nodes: int) -> tuple[Cell, Question, tuple[str, ...]]:
+def _cell_of(path: Path, training: _Training) -> tuple[Cell, Question, tuple[str, ...]]:
     """The simplest cell of a study that trained the length, on as many GPUs as named, or as are
-    here; the study's question; and a note. UsageError if there is none, or for another model.
+    here, or of a study of one machine on each of several; the study's question; and a note.
+    UsageError if there is none, or for another model.
     """
     request, spec = training.request, training.spec
-    most_gpus = len(training.machine.gpus) if spec.device == "cuda" else MOST_GPUS
+    nodes = request.nodes
+    most_gpus = nodes * len(training.machine.gpus) if spec.device == "cuda" else MOST_GPUS
     study = read_study(path)
     question = study.question
     if question.foreign is not None or question.device != spec.device:
@@ -335,8 +307,9 @@ def _cell_of(path: Path, training: _Training, nodes: int) -> tuple[Cell, Questio
         )
     alike: list[CellAnswer] = []
     for answer in study.answers:
-        layout, settings = answer.cell.layout.of_one_machine, answer.cell.settings
-        is_here = (answer.cell.layout.machines or 1) in (1, nodes) and layout.gpus <= most_gpus
+        layout, settings = answer.cell.layout, answer.cell.settings
+        layout = layout.across(nodes) if nodes > 1 and not layout.machines else layout
+        is_here = (layout.machines or 1) == nodes and layout.gpus <= most_gpus
         is_named = request.gpus is None or layout.gpus == spec.layout.gpus
         if is_here and is_named and _trains_what_is_named(settings, spec.settings, request):
             cell = answer.cell.replace(layout=layout)

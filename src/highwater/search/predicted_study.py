@@ -154,7 +154,7 @@ def completed_study(request: Request) -> Study | None:
     asked = None
     with suppress(HighwaterError):  # its question on a machine with the study's GPUs
         where = Cluster(
-            gpus=max(cell.layout.gpus for cell in study.question.cells),
+            gpus=max(cell.layout.machine_gpus for cell in study.question.cells),
             device_name=study.question.device_name,
             device_bytes=study.question.device_total_bytes or 0,
         )

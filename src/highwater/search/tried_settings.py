@@ -39,7 +39,7 @@ def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -
     open_to_it = (request.allocator, request.loss, request.offload, request.activations)
     # all that a search chooses itself is named, as the published one does
     names_grid = None not in (*open_to_it, request.ulysses)
-    if device == "cpu" or request.trainer != OURS or names_grid:
+    if device == "cpu" or request.trainer != OURS or names_grid or request.nodes > 1:
         return plan(request, machine)
     predictions: list[Prediction] = []
     with suppress(HighwaterError):  # what cannot be predicted may train all the same

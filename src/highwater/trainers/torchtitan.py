@@ -203,10 +203,9 @@ def _refuse_adapters(found: Recommendation, chosen: Candidate, lora: Lora, *, is
 def _wider_bytes(found: Recommendation, chosen: Candidate) -> int:
     """Further bytes of a frozen model in float32 instead of bf16, on a GPU or the machine."""
     layout = chosen.cell.layout
-    shards = layout.shard_degree // (
-        layout.machine_gpus if chosen.cell.settings.offloads_model else 1
-    )
-    return 2 * policy_parameters(load_model(found.model_name).shape, chosen.cell.settings) // shards
+    ranks = layout.machine_gpus if chosen.cell.settings.offloads_model else 1
+    frozen = policy_parameters(load_model(found.model_name).shape, chosen.cell.settings)
+    return 2 * frozen * ranks // layout.shard_degree
 
 
 def _lora_values(lora: Lora) -> dict[str, Value]:

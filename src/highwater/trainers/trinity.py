@@ -190,7 +190,7 @@ def footprint(step: Step) -> Footprint:
     states = (on_device + (0 if settings.offloads_model else wider)) // layout.shard_degree
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     host = host_state_bytes(shape, settings, layout=layout)
-    host += wider * settings.offloads_model * (layout.machine_gpus // layout.shard_degree)
+    host += wider * settings.offloads_model * layout.machine_gpus // layout.shard_degree
     terms = (
         Term("states", states),
         Term("logits", round(_LOGITS_BYTES * step.tokens * shape.vocab_size)),
