@@ -124,7 +124,7 @@ def test_predict_says_what_a_longer_step_and_a_pass_take_and_what_to_type_next(h
     times = "(25.6 x native 40,960)"
     assert first.endswith(f"; 8 x H100-80GB train Qwen3-8B up to {reach:,} tokens {times}.")
     assert " times as long" in done.stdout
-    assert " dollars, predicted" in done.stdout
+    assert re.search(r"takes about .*, [\d.]+ GPU-hours, [\d.]+ dollars, predicted", done.stdout)
     assert "recommend Qwen3-8B --gpus 8xH100-80GB --length 65536" in done.stderr.splitlines()[-1]
 
 

@@ -140,10 +140,9 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
     model, asked = plain(prediction.model_name), prediction.length_tokens
     where = f"{_where(prediction)}{how_many and f' ({how_many})'}"
     if (cost := prediction.cost) is not None:
-        money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         size, name = (10**6, "million") if cost.tokens % 10**9 else (10**9, "billion")
         many = f"A {name}" if cost.tokens == size else f"{cost.tokens / size:,.6g} {name}"
-        source += f". {many} tokens take {format_seconds(cost.time_s)}{money}"
+        source += f". {many} tokens take {_bill(cost.time_s, prediction.gpus, cost.dollars)}"
     longest_tokens = answer.reach_tokens
     native_tokens = prediction.native_length_tokens
     usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
@@ -179,6 +178,14 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
     how = how.removeprefix(f"{shared_training([at_native.cell.settings])}, ")
     what = ", ".join(filter(None, (facts, host)))
     return f"{text} The longest is {reach} tokens with {how}: {what}.{_beside(prediction, answer)}"
+
+
+def _bill(time_s: float, gpus: int, dollars: float | None) -> str:
+    """Text of a time, the hours of all GPUs in it, and their price, if that is known."""
+    hours = gpus * time_s / 3600
+    money = "" if dollars is None else f", {dollars:,.2f} dollars"
+    shown = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"  # three digits, or no fraction
+    return f"{format_seconds(time_s)}, {shown} GPU-hours{money}"
 
 
 def _of_small_batches(prediction: Prediction) -> str:
@@ -457,7 +464,7 @@ def _sentences_on(
 
     Qwen3-8B trains 40,960 tokens on 4 x A100-80GB and host memory: [claim]
     safe, peak 41.97 GiB, 2.43 GiB left, about 9,217 tokens/s (18 s a step). [facts]
-    Predicted. A million tokens take 1m 48s. [source, which may have further sentences]
+    Predicted. A million tokens take 1m 48s, 0.12 GPU-hours. [source; further sentences]
     With a chunked loss and the layers' activations in host memory; [how]
     45.75 GiB of host memory. [host]
     """
@@ -806,10 +813,10 @@ def data_answer(found: "DataLengths") -> str:
             said += f", and a step takes {next_step.time_s / step.time_s:.1f} times as long"
     lines.append(said)
     meant = found.cut if found.cut and found.cut.epoch_s is not None else enough
-    if meant.epoch_s is not None:
-        money = "" if meant.epoch_price is None else f" and {meant.epoch_price:,.2f} dollars"
+    if meant.trained and meant.epoch_s is not None:
+        bill = _bill(meant.epoch_s, meant.trained.cell.layout.gpus, meant.epoch_price)
         passed = f"One pass at {format_tokens(meant.length_tokens)} takes about"
-        lines.append(f"{passed} {format_seconds(meant.epoch_s)}{money}, predicted")
+        lines.append(f"{passed} {bill}, predicted")
     if meant.trained and (outside := meant.trained.cell.settings.traits.outside_step):
         lines.append(outside.removesuffix("."))
     if (each := found.bytes_per_token) is not None:
