@@ -370,6 +370,13 @@ def test_qlora_is_a_spelling_of_lora_beside_a_model_in_nf4(typed, rank):
     assert settings == {"model": "Qwen3-8B", "lora": str(rank), "lora_base": "nf4"}
 
 
+@pytest.mark.parametrize("flag", ["--tried-to-allocate", "--gpu-memory", "--host-memory"])
+@pytest.mark.parametrize("typed", ["{} 18.55 GiB Qwen3-8B", "Qwen3-8B {}=18.55 gib. --json"])
+def test_a_size_is_pasted_in_two_words_as_errors_have_it(flag, typed):
+    read = vars(parse(["predict", *typed.format(flag).split()]))
+    assert (read["model"], read[flag[2:].replace("-", "_")].lower()) == ("Qwen3-8B", "18.55gib")
+
+
 @pytest.mark.parametrize("typed", ["--lora Qwen3-8B --gpus 4090", "Qwen3-8B --gpus 4090 --lora"])
 def test_a_rank_that_nobody_typed_is_16(typed):
     assert typed_values(parse(["predict", *typed.split()])) == {"model": "Qwen3-8B", "lora": "16"}

@@ -127,7 +127,7 @@ def _in_bf16(answer: CellPrediction | None, as_saved: Prediction | None) -> str:
     narrow = as_saved and as_saved.answer
     if not as_saved or not narrow or (answer and answer.reach_tokens == narrow.reach_tokens):
         return ""
-    flags = f"--optimizer {narrow.cell.settings.optimizer} --parameters bf16 --micro-batches 1"
+    flags = f"--optimizer {narrow.cell.settings.optimizer} --parameters bf16"
     tokens = f"{format_tokens(narrow.reach_tokens)} tokens train (`{flags}`)"
     said = f"With weights in float32: as transformers 5 loads most files, in bf16, {tokens}"
     return f". {said}.{_on_gpus(as_saved, narrow)}".removesuffix(".")
