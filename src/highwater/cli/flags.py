@@ -264,6 +264,12 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         name="data",
         metavar="FILE",
     )
+    whole: str | None = setting(
+        None,
+        "share of the documents that the answer's length holds whole; default: 99%",
+        commands="predict data",
+        metavar="SHARE",
+    )
     tokens: str | None = setting(
         None, "with --length: what training on so many takes, for example 500M", commands="predict"
     )

@@ -775,14 +775,15 @@ _MOST_WORDS = 30
 
 
 def data_answer(found: "DataLengths") -> str:
-    """Sentence on the length that holds 99 % of the documents whole, and on how far the GPUs train.
+    """Sentence on the length that holds 99 %, say, of the documents whole, and on how far the GPUs train.
     Further lines: documents that are cut, tokens kept by the shortest sufficient length and by the
     next, time and cost of a pass.
     """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
     documents, held = counted(found.documents, "document"), format_tokens(found.whole_tokens)
     about = "about " * (found.bytes_per_token is not None)
-    first, then = f"{name}: {about}{held} tokens hold 99 % of {documents} whole", ""
+    share = f"{100 * found.whole_share:.4g} %"
+    first, then = f"{name}: {about}{held} tokens hold {share} of {documents} whole", ""
     if found.trained_by is not None:
         reach = found.reach_tokens and _tokens(found.reach_tokens, found.native_length_tokens)
         then = f"; {plain(found.trained_by)} {f'up to {reach}' if reach else 'none'}"
