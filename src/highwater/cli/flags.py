@@ -230,10 +230,13 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         False, "all settings that fit, with what each costs", "recommend", name="list"
     )
     fastest: bool = SWITCH(
-        False, "the fastest settings that train it instead of the simplest", "recommend"
+        False,
+        "the fastest settings that train it instead of the simplest; of our own step alone, "
+        "without --trainer",
+        "recommend",
     )
     lightest: bool = SWITCH(
-        False, "the settings that take the least memory of each GPU", "recommend"
+        False, "the settings that take the least memory of each GPU; likewise", "recommend"
     )
     exact: bool = SWITCH(
         False,

@@ -775,7 +775,7 @@ _MOST_WORDS = 30
 
 
 def data_answer(found: "DataLengths") -> str:
-    """Sentence on the length that holds 99 %, say, of the documents whole, and on how far the GPUs train.
+    """Sentence on the length that holds a share of the documents whole, and on how far GPUs train.
     Further lines: documents that are cut, tokens kept by the shortest sufficient length and by the
     next, time and cost of a pass.
     """
