@@ -111,6 +111,13 @@ def test_what_pytorch_tried_to_allocate_comes_first(asked, first):
     assert len(first.split()) <= 30
 
 
+def test_the_file_of_a_trainer_that_counts_a_gpus_tokens_has_them_by_its_own_fields():
+    found = recommend("Qwen3-4B", gpus="4xH100-80GB", length="32k", trainer="trinity")
+    degree, tokens = found.chosen.cell.layout.ulysses_degree, found.chosen.token_budget_tokens
+    second = in_lines(recommendation_answer(found, "verl")).splitlines()[1]
+    assert f"size` is {degree}, and `ppo_max_token_len_per_gpu` {tokens}." in second
+
+
 def test_safe_is_what_leaves_the_margin_and_was_not_measured():
     asked = {"length": "150k", "headroom": "30GiB", "offload": False}
     found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", **asked)

@@ -60,7 +60,7 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 def in_lines(answer: str) -> str:
     """Put line ends into an answer: before long settings, the longest length, and alternatives."""
     return re.sub(
-        r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is)", "\n", answer
+        r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is|In its )", "\n", answer
     )
 
 
@@ -158,6 +158,7 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
         )
 
     if asked is not None:
+        source += _in_its_file(answer.cell, prediction.trainer, asked)
         claim = f"{_SURE[answer.risk]}: {model} trains {_tokens(asked, native_tokens)}"
         return sentences(claim, answer, asked)
     reach = f"{_at_least(answer, native_tokens)}{format_tokens(longest_tokens)}"
@@ -268,6 +269,15 @@ def _of_objective(cell: Cell, trainer: AnyTrainer) -> str:
     return f" A micro-batch has {counted(rows, 'sequence')}{usual}."
 
 
+def _in_its_file(cell: Cell, trainer: str, length_tokens: int) -> str:
+    """Sentence, after a full stop, on two fields of a trainer that counts a GPU's tokens."""
+    field, degree = REGISTRY[trainer].tokens_field, cell.layout.ulysses_degree
+    tokens = -(-cell.settings.sequences_per_micro_batch * length_tokens // degree)
+    tokens = cell.settings.token_budget_tokens or tokens
+    said = f". In its file `ulysses_sequence_parallel_size` is {degree}, and `{field}` {tokens}"
+    return said * bool(field)
+
+
 def recommendation_answer(found: Recommendation, target: str | None = None) -> str:
     """Sentences on the settings to use for a length, and the source of that; without any that fit,
     on alternatives. ``target``: the trainer that the answer is for, if not the predicted one.
@@ -308,6 +318,7 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
     source = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
     source += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
     source = "measured, in memory alone" if chosen.is_memory_only else source
+    source += _in_its_file(chosen.cell, target or found.trainer, found.length_tokens)
     tokens = _tokens(found.length_tokens, found.native_length_tokens)
     where, how_many = _where(found, target), _how_many(found.alternatives, found.gpus)
     claim += f"{plain(found.model_name)} trains {tokens} on {where}{how_many and f' ({how_many})'}"
