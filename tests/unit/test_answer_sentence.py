@@ -118,6 +118,16 @@ def test_the_file_of_a_trainer_that_counts_a_gpus_tokens_has_them_by_its_own_fie
     assert f"size` is {degree}, and `ppo_max_token_len_per_gpu` {tokens}." in second
 
 
+def test_attention_is_said_to_be_fused_where_a_trainers_own_choice_is_eager():
+    asked = {"gpus": "2xA100-40GB", "length": "8k", "lora": 16, "trainer": "trl"}
+    found = highwater.predict("gemma-2-9b-it", **asked)
+    second = in_lines(prediction_answer(found)).splitlines()[1]
+    assert second.startswith("Attention is taken as flash_attention_2; ")
+    assert f" {format_bytes(2 * 16 * 8192**2)} in bfloat16 at 8,192 tokens" in second
+    assert recommend("gemma-2-9b-it", **asked).assumed == found.assumed
+    assert not highwater.predict("Qwen3-4B", **asked).assumed
+
+
 def test_safe_is_what_leaves_the_margin_and_was_not_measured():
     asked = {"length": "150k", "headroom": "30GiB", "offload": False}
     found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", **asked)

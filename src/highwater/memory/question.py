@@ -318,6 +318,9 @@ def prediction_of(task: PredictionTask, cells: tuple[CellPrediction, ...]) -> Pr
     scaled = yarn(question.model, length_tokens=best.reach_tokens, rope=rope)
     found = found.replace(yarn_factor=scaled and scaled.factor)
     first = native or best
+    length_tokens = task.length_tokens or min(first.reach_tokens, found.native_length_tokens)
+    assumed = assumed_attention(question, first.cell, length_tokens, trainer)
+    found = found.replace(assumed=assumed)
     if first.reach_tokens:
         alone = alone_at(question, first.cell, first.reach_tokens)
         limit = with_most_share(alone, task.memory_limit, trainer, task.calibration)
@@ -327,6 +330,25 @@ def prediction_of(task: PredictionTask, cells: tuple[CellPrediction, ...]) -> Pr
     hour = hour_dollars_of(where.device_name, task.hour_dollars)
     cost = cost_of(task.amount_tokens, best.step, gpus=where.gpus, hour_dollars=hour)
     return found.replace(cost=cost)
+
+
+def assumed_attention(
+    question: Question, cell: Cell, length_tokens: int, trainer: TrainerName
+) -> str:
+    """Sentence on the fused kernel that is predicted of a trainer by transformers, whose own choice
+    for the model holds attention's scores, as SDPA neither caps them nor has sinks; else empty.
+    """
+    shape = question.model.shape
+    has_sinks = any(run.kind.attention.has_sinks for run in shape.runs)
+    if not TRAINERS[trainer].is_watched or not (has_sinks or shape.caps_scores):
+        return ""
+    heads = cell.settings.sequences_per_micro_batch * shape.query_heads
+    scores = format_bytes(2 * heads * length_tokens**2 // cell.layout.ulysses_degree)
+    return (
+        f"Attention is taken as {'flex_attention' if has_sinks else 'flash_attention_2'}; "
+        f"transformers' own choice for {shape.model_type} is eager, which holds the scores of all "
+        f"heads, {scores} in bfloat16 at {length_tokens:,} tokens, several times in a layer"
+    )
 
 
 _GAIN = 1.2

@@ -60,7 +60,9 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 def in_lines(answer: str) -> str:
     """Put line ends into an answer: before long settings, the longest length, and alternatives."""
     return re.sub(
-        r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is|In its )", "\n", answer
+        r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is|(In its|Attention is) )",
+        "\n",
+        answer,
     )
 
 
@@ -143,6 +145,7 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
         size, name = (10**6, "million") if cost.tokens % 10**9 else (10**9, "billion")
         many = f"A {name}" if cost.tokens == size else f"{cost.tokens / size:,.6g} {name}"
         source += f". {many} tokens take {_bill(cost.time_s, prediction.gpus, cost.dollars)}"
+    source += prediction.assumed and f". {prediction.assumed}"
     longest_tokens = answer.reach_tokens
     native_tokens = prediction.native_length_tokens
     usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
@@ -318,6 +321,7 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
     source = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
     source += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
     source = "measured, in memory alone" if chosen.is_memory_only else source
+    source += found.assumed and f". {found.assumed}"
     source += _in_its_file(chosen.cell, target or found.trainer, found.length_tokens)
     tokens = _tokens(found.length_tokens, found.native_length_tokens)
     where, how_many = _where(found, target), _how_many(found.alternatives, found.gpus)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import NOT_MODELLED, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.interval.calibration import Calibration
-from highwater.memory.question import predicted_question, with_most_share
+from highwater.memory.question import assumed_attention, predicted_question, with_most_share
 from highwater.memory.trainers import MEMORY, calibration_of, predict_untraced
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
@@ -282,6 +282,7 @@ def recommendation_of(
         chosen=chosen,
         candidates=candidates,
         yarn=yarn(question.model, length_tokens=goal.length_tokens, rope=rope),
+        assumed=assumed_attention(question, candidates[0].cell, goal.length_tokens, goal.trainer),
         not_modelled=NOT_MODELLED,
         **told,
     )
