@@ -128,6 +128,19 @@ def test_attention_is_said_to_be_fused_where_a_trainers_own_choice_is_eager():
     assert not highwater.predict("Qwen3-4B", **asked).assumed
 
 
+@pytest.mark.parametrize(
+    ("asked", "ended"), table("answer_sentence", "the_one_thing_that_ends_it_stands_after_the_no")
+)
+def test_the_one_thing_that_ends_it_stands_after_the_no(asked, ended):
+    any_length = {name: value for name, value in asked.items() if name != "length"}
+    longest, found = highwater.predict(**any_length), highwater.predict(**asked)
+    both = prediction_answer(found, longest=longest), recommendation_answer(recommend(**asked))
+    for first in (in_lines(said).splitlines()[0] for said in both):
+        where, _, said = first.partition(f" on {found.gpus} x {found.device_name}")
+        assert where.startswith("No: ")
+        assert re.match(rf"( for \S+ ?\S* trainer)?{re.escape(ended)}, predicted", said), first
+
+
 def test_safe_is_what_leaves_the_margin_and_was_not_measured():
     asked = {"length": "150k", "headroom": "30GiB", "offload": False}
     found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", **asked)

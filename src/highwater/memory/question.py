@@ -51,7 +51,8 @@ from highwater.units import format_bytes, parse_memory
 ZERO_NOTE = "ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets"
 """Note of a prediction with ZeRO-3 for a trainer whose formula has FSDP2 alone."""
 
-
+HEADS_SHARE = "heads share a sequence among "
+"""Beginning of a note that Ulysses cannot have all GPUs share one."""
 UNMEASURED = {
     "deepspeed": "DeepSpeed by its source: allocated within 2 %, and it reserves up to 2.9 x",
     "paged": "paged moments are predicted by the source of bitsandbytes 0.50.2, and were never "
@@ -222,21 +223,21 @@ def _ring_notes(
     settings: Mapping[str, Any],
     longest_tokens: int,
 ) -> tuple[str, ...]:
-    """A note that a ring shares sequences among more GPUs than Ulysses, if no degree was named."""
-    if ring_obstacle(load_model(model).shape, longest_tokens) is not None:
-        return ()
-    is_named = "ulysses" in settings or "ring" in settings
-    traits = TRAINERS[trainer]
-    has_no_other = bool(traits.refused(["ring"])) or traits.ring_objectives is not None
-    if where.is_several_machines or is_named or has_no_other:
+    """A note on the GPUs that no degree of Ulysses lets share a sequence, and on a ring that does,
+    if no degree was named.
+    """
+    is_named, traits = "ulysses" in settings or "ring" in settings, TRAINERS[trainer]
+    has_no_heads = bool(traits.refused(["ulysses"])) or traits.ring_objectives is not None
+    if where.is_several_machines or is_named or has_no_heads:
         return ()
     most = max(_degrees(model, where, settings))
     if most == where.gpus:
         return ()
-    return (
-        f"heads share a sequence among {most} of {where.gpus} GPUs at the most: "
-        f"`--ulysses {most} --ring {where.gpus // most}` shares it among all",
-    )
+    said = f"{HEADS_SHARE}{most} of {where.gpus} GPUs at the most"
+    if traits.refused(["ring"]) or ring_obstacle(load_model(model).shape, longest_tokens):
+        return (said,)
+    ring = f"`--ulysses {most} --ring {where.gpus // most}`"
+    return (f"{said}: {ring} shares it among all",)
 
 
 def _hardware_notes(where: Cluster, cells: Sequence[Cell]) -> Iterator[str]:

@@ -5,7 +5,7 @@ below a table, or all notes (``prediction.txt.j2``).
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
@@ -13,6 +13,7 @@ from highwater.memory.formula.constants import GENERATION, Term
 from highwater.memory.formula.rollout import ON_PAPER
 from highwater.memory.interval.calibration import least_residuals
 from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
+from highwater.memory.question import HEADS_SHARE
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
@@ -290,7 +291,10 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
         how_many = _how_many(found.alternatives, found.gpus)
         tokens = _tokens(found.length_tokens, found.native_length_tokens)
         text = f"No: {plain(found.model_name)} does not train at {tokens} on "
-        text += f"{_where(found, target)}, {source}{how_many and f'; {how_many}'}."
+        ended = _ended_by(
+            found, fits_shorter=any(each.capacity_tokens for each in found.candidates)
+        )
+        text += f"{_where(found, target)}{ended}, {source}{how_many and f'; {how_many}'}."
         is_scaled = found.length_tokens > found.native_length_tokens
         text = f"{text} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
         is_beside = any(each.rollout_sequences is not None for each in found.candidates)
@@ -397,10 +401,11 @@ def _nothing(
     native_tokens = prediction.native_length_tokens
     what = f"at {_tokens(asked or shortest or 0, native_tokens)}{'' if asked else ' or more'}"
     text = f"No: {plain(prediction.model_name)} does not train {what} on "
-    text += f"{_where(prediction)}{_unless_gpus(prediction)}, {source}."
+    shorter, fewer = None if longest is None else longest.answer, ()
+    fits_shorter = shorter is not None and shorter.capacity_tokens > 0
+    text += f"{_where(prediction)}{_ended_by(prediction, fits_shorter=fits_shorter)}, {source}."
     chosen = changed.chosen if changed and changed.as_written else None
     text = _chosen(changed, chosen, "No, not") if changed and chosen else text
-    shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native_tokens
         how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
@@ -432,13 +437,34 @@ def _would_fit(
     return f"What would fit: {'; or '.join(would)}." if would else ""
 
 
-def _unless_gpus(prediction: Prediction) -> str:
-    """Words after a No on what ends it, unless that is GPUs with one copy of the states."""
-    nearest, lacks_bytes = _nearest(prediction)
-    if nearest.binding == "host":
-        return f": it lacks {format_bytes(lacks_bytes)} of host memory, not GPUs"
-    copies = min(cell.cell.layout.replicate_degree for cell in prediction.cells)
-    return f" with {copies} copies of the states" if copies > 1 else ""
+def _ended_by(found: Prediction | Recommendation, *, fits_shorter: bool) -> str:
+    """Words after a No on the one thing that ends it, if it is not the memory of each GPU."""
+    if isinstance(found, Prediction):
+        rows, usual = found.cells, found.memory_limit.usual_host
+        there_bytes = found.memory_limit.host_bytes or 0
+        lacks = [each.footprint.host_needed_bytes - there_bytes for each in rows]
+        of_host = [each.binding == "host" for each in rows]
+        held = [each.footprint.rollout and each.footprint.rollout.sequences for each in rows]
+    else:
+        rows, usual = found.candidates, found.usual_host
+        lacks = [each.lacks_bytes or 0 for each in rows]
+        of_host = [each.lacks_of == "host" and each.lacks_bytes is not None for each in rows]
+        held = [each.rollout_sequences for each in rows]
+    left = ((each.headroom_bytes or 0) >= 0 for each in rows)  # GPUs alone would have room
+    has_room = [is_host and fits for is_host, fits in zip(of_host, left, strict=True)]
+    if any(has_room) and (all(of_host) or usual is None):
+        least = format_bytes(min(compress(lacks, has_room)))
+        return f": it lacks {least} of host memory{', not GPUs' * all(of_host)}"
+    if {*held} == {0}:
+        return ": vLLM's share of each GPU holds no such sequence"
+    copies = min(each.cell.layout.replicate_degree for each in rows)
+    if copies > 1:
+        return f" with {copies} copies of the states"
+    traits = predicted_traits(found.trainer)
+    said = [each.partition(":")[0] for each in found.notes if each.startswith(HEADS_SHARE)]
+    if found.gpus > 1 and traits is not None and traits.refused(["ulysses"]):
+        said = ["one GPU has each sequence"]
+    return f": {said[0]}" if said and fits_shorter else ""
 
 
 def _nearest(prediction: Prediction) -> tuple[CellPrediction, int]:
