@@ -263,8 +263,9 @@ def recommendation_of(
     """
     rope, limit = question.cells[0].settings.rope, goal.memory_limit
     chosen = next((candidate for candidate in candidates if candidate.fits), None)
+    cell = question.cells[0] if chosen is None else chosen.cell
     if chosen is not None and limit.rollout is not None:
-        alone = question.replace(cells=(chosen.cell,))
+        alone = question.replace(cells=(cell,))
         limit = with_most_share(alone, limit, goal.trainer, goal.known(question))
     return Recommendation(
         model_name=question.model.name,
@@ -282,7 +283,7 @@ def recommendation_of(
         chosen=chosen,
         candidates=candidates,
         yarn=yarn(question.model, length_tokens=goal.length_tokens, rope=rope),
-        assumed=assumed_attention(question, candidates[0].cell, goal.length_tokens, goal.trainer),
+        assumed=assumed_attention(question, cell, goal.length_tokens, goal.trainer),
         not_modelled=NOT_MODELLED,
         **told,
     )
