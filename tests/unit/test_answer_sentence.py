@@ -61,16 +61,7 @@ def test_at_one_length_it_is_yes_with_the_simplest_settings():
     assert ("expandable segments" in said) == (first.cell.settings.allocator == "expandable")
 
 
-@pytest.mark.parametrize(
-    ("model", "gpus", "asked"),
-    [
-        ("Qwen3-4B", "RTX-4090", {"lora": 16}),
-        ("Qwen3-4B", "RTX-4090", {"lora": 16, "trainer": "trl", "length": "64k"}),
-        ("Llama-3.1-70B", "8xH100", {"length": "32k"}),
-        ("Qwen3-4B", "RTX-4090", {"lora": 16, "trainer": "trl", "length": "100k"}),
-        ("Qwen3-4B", "H100", {"trainer": "trl", "objective": "grpo", "rollout": "vllm"}),
-    ],
-)
+@pytest.mark.parametrize(("model", "gpus", "asked"), table("answer_sentence", "first_lines"))
 def test_the_first_line_is_a_sentence_and_the_rest_has_lines_of_its_own(model, gpus, asked):
     said = prediction_answer(highwater.predict(model, gpus=gpus, **asked))
     first, *rest = in_lines(said).splitlines()
@@ -334,15 +325,7 @@ def test_a_dry_run_and_a_prediction_agree_on_numbers(model, memory, gpus, lora, 
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "length", "named"),
-    [
-        ("Qwen3-8B", 4, "32k", {}),
-        ("Qwen3-8B", 4, "72k", {}),
-        ("Qwen3-8B", 8, "256k", {"ulysses": [8], "loss": "chunked", "offload": "states"}),
-        ("Llama-3.1-8B", 1, "64k", {"lora": 16, "activations": "host"}),
-        ("Qwen3-0.6B", 2, "16k", {"objective": "dpo"}),
-        ("Llama-3.1-70B", 8, "32k", {}),
-    ],
+    ("model", "gpus", "length", "named"), table("answer_sentence", "trials_of_a_dry_run")
 )
 def test_one_trial_of_a_dry_run_says_what_is_predicted_of_its_length(model, gpus, length, named):
     rung = {"allocator": "native", "loss": "full", "offload": False, "activations": "gpu"}

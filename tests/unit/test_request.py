@@ -307,25 +307,7 @@ def hint_of(*words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("command", "typed", "ours"),
-    [
-        ("find", "--batch-size 4", "--sequences-per-micro-batch 4"),
-        ("train", "--lr 2e-5", "--learning-rate 2e-5"),
-        ("predict", "--lora-rank 16", "--lora 16"),
-        ("try", "--load-in-4bit", "--qlora"),
-        ("predict", "--gpus 4090 --quantization nf4", "--qlora"),
-        ("train", "--per_device_train_batch_size=2", "--sequences-per-micro-batch 2"),
-        ("predict", "--max_seq_length 8192", "--length 8192"),
-        ("find", "--gradient-accumulation-steps 8", "--micro-batches 8"),
-        ("find", "--max-seq-length 8192", "--max-length 8192"),
-        ("train", "--max-length 8192", "--length 8192"),
-        ("find", "--optim adamw_8bit", "--optimizer adamw-8bit"),
-        ("try", "--use-liger-kernel", "--loss chunked"),
-        ("train", "--kl-coef 0.1", "--kl-coefficient 0.1"),
-        ("find", "--ulysses-sequence-parallel-size 4", "--ulysses 4"),
-        ("recommend", "--cpu-offload", "--offload"),
-        ("predict", "--no-offload", "--offload false"),
-    ],
+    ("command", "typed", "ours"), table("request", "words_of_others_and_our_flag")
 )
 def test_a_word_of_others_is_told_as_our_flag_which_then_works(command, typed, ours):
     beside = LENGTH.get(command, ())

@@ -467,28 +467,16 @@ def _ended_by(found: Prediction | Recommendation, *, fits_shorter: bool) -> str:
     return f": {said[0]}" if said and fits_shorter else ""
 
 
-def _nearest(prediction: Prediction) -> tuple[CellPrediction, int]:
-    """The cell that lacks least, of GPUs before host memory, and the bytes that it lacks."""
-    nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
-    if nearest.binding != "host":
-        return nearest, _lacking_bytes(nearest)
-    there_bytes = prediction.memory_limit.host_bytes or 0
-    return nearest, nearest.footprint.host_needed_bytes - there_bytes
-
-
 def _lacking(prediction: Prediction) -> str:
-    nearest, lacks_bytes = _nearest(prediction)
+    """Sentence on the cell that lacks least, of GPUs before host memory, and on what it lacks."""
+    nearest = min(prediction.cells, key=lambda e: (e.binding == "host", e.lacks_bytes or 0))
+    lacks_bytes = nearest.lacks_bytes or 0
+    if nearest.binding == "host":
+        there_bytes = prediction.memory_limit.host_bytes or 0
+        lacks_bytes = nearest.footprint.host_needed_bytes - there_bytes
     how = settings_in_words(nearest.cell.settings, nearest.cell.layout)
-    return (
-        f"Nearest is {how}, which lacks {format_bytes(lacks_bytes)} "
-        f"{_LACKS.get(nearest.binding, '')}."
-    )
-
-
-def _lacking_bytes(predicted: CellPrediction) -> int:
-    """Bytes of a GPU that a cell lacks; from its headroom if an older file has no such field."""
-    lacks_bytes = predicted.lacks_bytes
-    return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
+    lacks = f"{format_bytes(lacks_bytes)} {_LACKS.get(nearest.binding, '')}"
+    return f"Nearest is {how}, which lacks {lacks}."
 
 
 def _sentences_on(
