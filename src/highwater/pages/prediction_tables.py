@@ -457,7 +457,7 @@ def _ended_by(found: Prediction | Recommendation, *, fits_shorter: bool) -> str:
         return f": it lacks {least} of host memory{', not GPUs' * all(of_host)}"
     if {*held} == {0}:
         return ": vLLM's share of each GPU holds no such sequence"
-    copies = min(each.cell.layout.replicate_degree for each in rows)
+    copies = min((each.cell.layout.replicate_degree for each in rows), default=1)
     if copies > 1:
         return f" with {copies} copies of the states"
     traits = predicted_traits(found.trainer)
