@@ -111,6 +111,16 @@ def parse_amount(text: str) -> int:
     return int(tokens)
 
 
+def parse_share(share: str | float) -> float:
+    """Parse a share above 0 and up to 1: ``0.98``, or ``"98%"``, or ``98`` of a hundred."""
+    read = re.fullmatch(r"(\d+(?:\.\d*)?)( ?%)?", str(share))
+    number = float(read[1]) if read else 0.0
+    number /= 100 if read and (read[2] or number > 1) else 1
+    if not 0 < number <= 1:
+        raise UsageError(f"{share} is no share of all", hint="for example `98%`")
+    return number
+
+
 def parse_price(price: str | float | None) -> float | None:
     """Parse the price of one GPU for an hour, ``2.5`` or ``"$2.50/h"``; None stays None."""
     read = None if price is None else re.fullmatch(r"\$?(\d+(\.\d*)?)(/h)?", str(price))

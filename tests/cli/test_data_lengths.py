@@ -83,6 +83,11 @@ def test_a_command_says_the_length_that_holds_nearly_all_and_draws_the_documents
     about = ": about 20,224 tokens hold 99 % of 100 documents whole (longest: "
     assert about in first
     assert counts in rest
+    share = highwater("data", data, "--whole", "90%").stdout
+    assert ": about 9,216 tokens hold 90 % of 100 documents whole" in share
+    assert share.splitlines()[1].startswith("5 of 100 documents (5.0%) are longer than 9,216 ")
+    for typed in ("0", "101%", "most"):
+        assert "for example `98%`" in highwater("data", data, "--whole", typed).stderr
     named = highwater("data", data, "--model", "Qwen3-8B").stdout
     assert counts in named
     assert re.match(r"65,536 tokens keep 9[89]\.\d% .*; 131,072 keep all\.", rest[0])
@@ -124,7 +129,7 @@ def test_predict_says_what_a_longer_step_and_a_pass_take_and_what_to_type_next(h
     times = "(25.6 x native 40,960)"
     assert first.endswith(f"; 8 x H100-80GB train Qwen3-8B up to {reach:,} tokens {times}.")
     assert " times as long" in done.stdout
-    assert " dollars, predicted" in done.stdout
+    assert re.search(r"takes about .*, [\d.]+ GPU-hours, [\d.]+ dollars, predicted", done.stdout)
     assert "recommend Qwen3-8B --gpus 8xH100-80GB --length 65536" in done.stderr.splitlines()[-1]
 
 

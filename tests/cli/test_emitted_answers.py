@@ -71,7 +71,8 @@ def test_the_first_line_is_true_of_the_trainer_and_no_verdict_is_anothers(target
             assert f" for {who}" in first
             assert first.startswith(("# Yes: ", "# Likely: ", "# Tight: "))
             by = predicted_as(own)
-            assert f". P{by[1:]}{step}. With " in first
+            assert f". P{by[1:]}{step}. " in first
+            assert re.search(r"\. ((In its|Attention is) .*\. )?With ", first)
             assert first.endswith(outside)
             kinds.add("predicted")
         else:

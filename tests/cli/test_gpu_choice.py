@@ -171,7 +171,8 @@ def test_a_price_for_each_kind_decides_and_a_number_stays(highwater):
 def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_named(highwater):
     asked = ("predict", "Qwen3-14B", "--gpus", "8xH100", "--length", "16k")
     first, *_ = highwater(*asked, "--price", "2.50").stdout.splitlines()
-    assert ". Predicted. A million tokens take " in first
+    took = re.search(r"\. Predicted\. A million tokens take (\d+) s, ([\d.]+) GPU-hours, ", first)
+    assert 8 * int(took[1]) / 3600 == pytest.approx(float(took[2]), rel=0.05)
     found = highwater(*asked, "--price", "2.50", "--tokens", "500M", "--json")
     document = json.loads(found.stdout)
     cost = document["cost"]
@@ -180,7 +181,7 @@ def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_
     assert cost["time_s"] == pytest.approx(5e8 / step)
     assert cost["dollars"] == pytest.approx(2.5 * 8 * 5e8 / step / 3600)
     told = highwater(*asked, "--tokens", "500M")
-    assert f" and cost {3.49 / 2.5 * cost['dollars']:,.2f} dollars." in told.stdout
+    assert f" GPU-hours, {3.49 / 2.5 * cost['dollars']:,.2f} dollars." in told.stdout
     assert "RunPod's list price (Secure Cloud) of 2026-09-25" in told.stderr
     unpriced = highwater("predict", "Qwen3-8B", "--gpus", "H20", "--length", "8k", "--tokens", "1M")
     assert "dollars" not in unpriced.stdout
@@ -209,5 +210,5 @@ def test_beside_a_bill_more_sequences_of_a_short_length_cost_less(highwater, obj
     flag = re.search(r"`(--sequences-per-micro-batch \d+)` costs less", alone)[1]
     more = highwater(*asked, *bill, *flag.split()).stdout
     assert "costs less" not in more
-    dollars = [float(re.search(r"cost ([\d.]+) dollars", said)[1]) for said in (more, alone)]
+    dollars = [float(re.search(r"hours, ([\d.]+) dollars", said)[1]) for said in (more, alone)]
     assert dollars[0] < share * dollars[1]

@@ -44,7 +44,8 @@ def test_on_the_cpu_lengths_end_early_and_that_is_said(highwater):
     )
     (note,) = (line for line in done.stderr.splitlines() if line.startswith("note: on"))
     assert "8,192" in note
-    assert offered(note) == [["--max-length"]]
+    (quicker,) = offered(note)
+    assert quicker == ["--start-length", "512", "--resolution", "512", "--max-length", "2k"]
     assert "trains up to 8,192 tokens" in done.stdout
 
 

@@ -66,7 +66,7 @@ def test_a_trainer_is_offered_the_other_states_that_it_knows():
 @pytest.mark.parametrize(
     ("asked", "flags"),
     [
-        ({"model": "Llama-3.2-3B"}, "--optimizer adamw-8bit --parameters bf16 --micro-batches 1"),
+        ({"model": "Llama-3.2-3B"}, "--optimizer adamw-8bit --parameters bf16"),
         ({"model": "Qwen3-8B", "host_memory": "256GiB"}, "--optimizer adamw"),
     ],
     ids=["narrow parameters", "states on the host"],

@@ -61,16 +61,7 @@ def test_at_one_length_it_is_yes_with_the_simplest_settings():
     assert ("expandable segments" in said) == (first.cell.settings.allocator == "expandable")
 
 
-@pytest.mark.parametrize(
-    ("model", "gpus", "asked"),
-    [
-        ("Qwen3-4B", "RTX-4090", {"lora": 16}),
-        ("Qwen3-4B", "RTX-4090", {"lora": 16, "trainer": "trl", "length": "64k"}),
-        ("Llama-3.1-70B", "8xH100", {"length": "32k"}),
-        ("Qwen3-4B", "RTX-4090", {"lora": 16, "trainer": "trl", "length": "100k"}),
-        ("Qwen3-4B", "H100", {"trainer": "trl", "objective": "grpo", "rollout": "vllm"}),
-    ],
-)
+@pytest.mark.parametrize(("model", "gpus", "asked"), table("answer_sentence", "first_lines"))
 def test_the_first_line_is_a_sentence_and_the_rest_has_lines_of_its_own(model, gpus, asked):
     said = prediction_answer(highwater.predict(model, gpus=gpus, **asked))
     first, *rest = in_lines(said).splitlines()
@@ -109,6 +100,36 @@ def test_what_pytorch_tried_to_allocate_comes_first(asked, first):
     said = prediction_answer(highwater.predict(gpus="A100-80GB", lora=16, **asked))
     assert said.splitlines()[0] == first
     assert len(first.split()) <= 30
+
+
+def test_the_file_of_a_trainer_that_counts_a_gpus_tokens_has_them_by_its_own_fields():
+    found = recommend("Qwen3-4B", gpus="4xH100-80GB", length="32k", trainer="trinity")
+    degree, tokens = found.chosen.cell.layout.ulysses_degree, found.chosen.token_budget_tokens
+    second = in_lines(recommendation_answer(found, "verl")).splitlines()[1]
+    assert f"size` is {degree}, and `ppo_max_token_len_per_gpu` {tokens}." in second
+
+
+def test_attention_is_said_to_be_fused_where_a_trainers_own_choice_is_eager():
+    asked = {"gpus": "2xA100-40GB", "length": "8k", "lora": 16, "trainer": "trl"}
+    found = highwater.predict("gemma-2-9b-it", **asked)
+    second = in_lines(prediction_answer(found)).splitlines()[1]
+    assert second.startswith("Attention is taken as flash_attention_2; ")
+    assert f" {format_bytes(2 * 16 * 8192**2)} in bfloat16 at 8,192 tokens" in second
+    assert recommend("gemma-2-9b-it", **asked).assumed == found.assumed
+    assert not highwater.predict("Qwen3-4B", **asked).assumed
+
+
+@pytest.mark.parametrize(
+    ("asked", "ended"), table("answer_sentence", "the_one_thing_that_ends_it_stands_after_the_no")
+)
+def test_the_one_thing_that_ends_it_stands_after_the_no(asked, ended):
+    any_length = {name: value for name, value in asked.items() if name != "length"}
+    longest, found = highwater.predict(**any_length), highwater.predict(**asked)
+    both = prediction_answer(found, longest=longest), recommendation_answer(recommend(**asked))
+    for first in (in_lines(said).splitlines()[0] for said in both):
+        where, _, said = first.partition(f" on {found.gpus} x {found.device_name}")
+        assert where.startswith("No: ")
+        assert re.match(rf"( for \S+ ?\S* trainer)?{re.escape(ended)}, predicted", said), first
 
 
 def test_safe_is_what_leaves_the_margin_and_was_not_measured():
@@ -304,15 +325,7 @@ def test_a_dry_run_and_a_prediction_agree_on_numbers(model, memory, gpus, lora, 
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "length", "named"),
-    [
-        ("Qwen3-8B", 4, "32k", {}),
-        ("Qwen3-8B", 4, "72k", {}),
-        ("Qwen3-8B", 8, "256k", {"ulysses": [8], "loss": "chunked", "offload": "states"}),
-        ("Llama-3.1-8B", 1, "64k", {"lora": 16, "activations": "host"}),
-        ("Qwen3-0.6B", 2, "16k", {"objective": "dpo"}),
-        ("Llama-3.1-70B", 8, "32k", {}),
-    ],
+    ("model", "gpus", "length", "named"), table("answer_sentence", "trials_of_a_dry_run")
 )
 def test_one_trial_of_a_dry_run_says_what_is_predicted_of_its_length(model, gpus, length, named):
     rung = {"allocator": "native", "loss": "full", "offload": False, "activations": "gpu"}

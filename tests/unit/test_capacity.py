@@ -253,22 +253,7 @@ def test_a_catalogs_card_is_what_a_driver_reports_and_amds_unmeasured():
     assert not [note for note in of_nvidia if "AMD" in note]
 
 
-@pytest.mark.parametrize(
-    ("text", "hints"),
-    [
-        ("A100:4", ("4xA100-80GB", "4xA100-40GB")),
-        ("A100x4", ("4xA100-80GB", "4xA100-40GB")),
-        ("8xA100", ("8xA100-80GB", "8xA100-40GB")),
-        ("910B", ("--gpu-memory 60GiB",)),
-        ("2xAscend-910B", ("--gpus 2 --gpu-memory 60GiB",)),
-        ("TPUv5e", ("--gpus 1 --gpu-memory 60GiB",)),
-        ("Apple M3 Max", ("--gpus 1 --gpu-memory 16GiB",)),
-        ("8xGB300", ("--gpus 8xB300",)),
-        ("DGX Spark", ("--gpu-memory 119GiB",)),
-        ("2xDGXSpark", ("--gpus 2 --gpu-memory 119GiB",)),
-        ("4xGaudi3", ("--gpus 4 --gpu-memory 60GiB",)),
-    ],
-)
+@pytest.mark.parametrize(("text", "hints"), table("capacity", "gpus_not_read_and_what_is_near"))
 def test_what_is_not_read_names_those_that_are_near_or_the_memory(text, hints):
     with pytest.raises(UsageError) as error:
         cluster(text, gpu_memory_bytes=None, machine=None)

@@ -196,7 +196,7 @@ def test_what_a_trainer_does_not_have_is_refused_with_hints_that_work(target, ch
         assert TARGETS[target].emit(*goal(target, **each))
 
 
-@pytest.mark.parametrize("target", OF_VERLS_ACTOR)
+@pytest.mark.parametrize("target", [*OF_VERLS_ACTOR, "trl", "accelerate"])
 def test_what_a_trainer_has_no_words_for_is_refused_by_name(target):
     """So are rings and copies: tests/data/hints.json has them for each of these."""
     found, chosen = goal(target, "16k")
@@ -241,8 +241,6 @@ SHARED = "2 GPUs share each sequence by context parallelism"
         lacking("accelerate", "2 GPUs pass keys and values round a ring", degree=2),
         lacking("accelerate", "1 x 8192 tokens, over 2 GPUs", **WINDOWED, degree=2),
         lacking("accelerate", "recomputation with DeepSpeed", "ZeRO-3", **WINDOWED, degree=2),
-        lacking("accelerate", "--mlp-tiles 8", mlp_tiles=8),
-        lacking("trl", "--attention-head-groups 4", attention_head_groups=4),
         lacking("accelerate", "packed in NF4", **NF4),
         lacking("trl", "whole logits"),
         lacking("trl", "packed sequences with a ring", "Ulysses with fsdp2", degree=2),

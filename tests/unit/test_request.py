@@ -307,25 +307,7 @@ def hint_of(*words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("command", "typed", "ours"),
-    [
-        ("find", "--batch-size 4", "--sequences-per-micro-batch 4"),
-        ("train", "--lr 2e-5", "--learning-rate 2e-5"),
-        ("predict", "--lora-rank 16", "--lora 16"),
-        ("try", "--load-in-4bit", "--qlora"),
-        ("predict", "--gpus 4090 --quantization nf4", "--qlora"),
-        ("train", "--per_device_train_batch_size=2", "--sequences-per-micro-batch 2"),
-        ("predict", "--max_seq_length 8192", "--length 8192"),
-        ("find", "--gradient-accumulation-steps 8", "--micro-batches 8"),
-        ("find", "--max-seq-length 8192", "--max-length 8192"),
-        ("train", "--max-length 8192", "--length 8192"),
-        ("find", "--optim adamw_8bit", "--optimizer adamw-8bit"),
-        ("try", "--use-liger-kernel", "--loss chunked"),
-        ("train", "--kl-coef 0.1", "--kl-coefficient 0.1"),
-        ("find", "--ulysses-sequence-parallel-size 4", "--ulysses 4"),
-        ("recommend", "--cpu-offload", "--offload"),
-        ("predict", "--no-offload", "--offload false"),
-    ],
+    ("command", "typed", "ours"), table("request", "words_of_others_and_our_flag")
 )
 def test_a_word_of_others_is_told_as_our_flag_which_then_works(command, typed, ours):
     beside = LENGTH.get(command, ())
@@ -368,6 +350,13 @@ def test_the_model_that_a_command_names_is_in_the_hint():
 def test_qlora_is_a_spelling_of_lora_beside_a_model_in_nf4(typed, rank):
     settings = typed_values(parse(["predict", *typed.split()]))
     assert settings == {"model": "Qwen3-8B", "lora": str(rank), "lora_base": "nf4"}
+
+
+@pytest.mark.parametrize("flag", ["--tried-to-allocate", "--gpu-memory", "--host-memory"])
+@pytest.mark.parametrize("typed", ["{} 18.55 GiB Qwen3-8B", "Qwen3-8B {}=18.55 gib. --json"])
+def test_a_size_is_pasted_in_two_words_as_errors_have_it(flag, typed):
+    read = vars(parse(["predict", *typed.format(flag).split()]))
+    assert (read["model"], read[flag[2:].replace("-", "_")].lower()) == ("Qwen3-8B", "18.55gib")
 
 
 @pytest.mark.parametrize("typed", ["--lora Qwen3-8B --gpus 4090", "Qwen3-8B --gpus 4090 --lora"])

@@ -198,6 +198,8 @@ REFUSED: dict[str, tuple[TrainerName, dict[str, Any]]] = {
     "stage: dpo": ("llamafactory", LLAMAFACTORY | {"stage": "dpo"}),
     "use_dora": ("llamafactory", LLAMAFACTORY | {"use_dora": True}),
     "no file beside it": ("trl", TRL | {"accelerate_config": "zero3"}),
+    "attn_implementation: eager": ("trl", TRL | {"attn_implementation": "eager"}),
+    "flash_attn: disabled": ("llamafactory", LLAMAFACTORY | {"flash_attn": "disabled"}),
     "use_vllm": ("trl", TRL | {"use_vllm": True}),
     "no whole number": ("axolotl", AXOLOTL | {"micro_batch_size": "auto"}),
     "no whole number.*": ("llamafactory", LLAMAFACTORY | {"cutoff_len": "8k"}),

@@ -10,6 +10,7 @@ for each in found.lengths:
 ```
 """
 
+import math
 from array import array
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +30,7 @@ from highwater.nouns.trainer import OURS, REGISTRY
 from highwater.nouns.trial import OnPhase, unheard
 from highwater.speed import cost_of
 from highwater.trials.inputs import tokenised
-from highwater.units import MOST_TOKENS, parse_price, parse_tokens
+from highwater.units import MOST_TOKENS, parse_price, parse_share, parse_tokens
 
 _USUAL = 8192
 """Shortest length of the answer, in tokens; an eighth of it if all documents are shorter."""
@@ -75,9 +76,12 @@ class DataLengths(Record, frozen=True, kw_only=True):
     lengths: tuple[KeptLength, ...]
     """Each is twice the one before; the last keeps everything."""
     whole_tokens: int = 0
-    """The shortest length, of multiples of 256, that holds 99 % of the documents whole."""
+    """The shortest length, of multiples of 256, that holds ``whole_share`` of them whole."""
+    whole_share: float = 0.99
+    """Share of the documents, 0 to 1."""
     cut: KeptLength | None = None
-    """The named length, or the longest that trains, if some documents are longer and thus cut."""
+    """The named length, or that of a named ``whole_share``; else the longest that trains, if some
+    documents are longer and thus cut."""
     reach_tokens: int | None = None
     """The longest length that trains on the GPUs; None: none are named; 0: no length does."""
     native_length_tokens: int = 0
@@ -100,16 +104,18 @@ def data_lengths(
     *,
     length: int | str | None = None,
     price: str | float | None = None,
+    whole: str | float | None = None,
     on_phase: OnPhase = unheard,
     **asked: Any,
 ) -> DataLengths:
     """Measure the documents in files, in tokens of the tokenizer of ``model`` (a folder with only
     that will do); estimated without one. With ``gpus`` and other keywords of ``predict``: also how
     each length is trained, and the time of one pass. ``length``: one more length to report.
-    ``price``: of one GPU for an hour, ``2.5`` or ``"2.50/h"``, default: the catalog's. Raises
+    ``price``: of one GPU for an hour, ``2.5`` or ``"2.50/h"``, default: the catalog's. ``whole``:
+    share of the documents that ``whole_tokens`` holds whole, ``"98%"``, default: 99 %. Raises
     HighwaterError for unreadable data, and for invalid settings.
     """
-    hour_price = parse_price(price)
+    hour_price, whole_share = parse_price(price), parse_share(whole or 0.99)
     paths = (data,) if isinstance(data, str) else tuple(data)
     read_from = whole_paths(paths)
     folder, vocab_size, native = None, _BYTES, 0
@@ -143,7 +149,9 @@ def data_lengths(
         lengths.append(2 * lengths[-1])
     keep = partial(_kept, documents, model if may_cost else None, hour_price, asked)
     kept = tuple(map(keep, lengths))
-    cut, reach, trained_by = None if length is None else parse_tokens(str(length)), None, None
+    at = documents[math.ceil(round(whole_share * len(documents), 6)) - 1]
+    whole_tokens, reach, trained_by = -(-at // _ROUND) * _ROUND, None, None
+    cut = (whole and whole_tokens) if length is None else parse_tokens(str(length))
     if model is not None and may_cost:
         longest = predict(model, **asked)
         row, reach = REGISTRY[longest.trainer], longest.explained.capacity_tokens
@@ -164,10 +172,11 @@ def data_lengths(
         tokens=sum(documents),
         longest_tokens=documents[-1],
         lengths=kept,
-        whole_tokens=-(-documents[-(-99 * len(documents) // 100) - 1] // _ROUND) * _ROUND,
+        whole_tokens=whole_tokens,
+        whole_share=whole_share,
         reach_tokens=reach,
         native_length_tokens=native,
-        cut=None if cut is None else keep(cut),
+        cut=keep(cut) if cut else None,
         trained_by=trained_by,
         notes=(*corpus.notes, LIST_PRICE_NOTE) if is_listed else corpus.notes,
     )

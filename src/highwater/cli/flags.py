@@ -230,10 +230,13 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         False, "all settings that fit, with what each costs", "recommend", name="list"
     )
     fastest: bool = SWITCH(
-        False, "the fastest settings that train it instead of the simplest", "recommend"
+        False,
+        "the fastest settings that train it instead of the simplest; of our own step alone, "
+        "without --trainer",
+        "recommend",
     )
     lightest: bool = SWITCH(
-        False, "the settings that take the least memory of each GPU", "recommend"
+        False, "the settings that take the least memory of each GPU; likewise", "recommend"
     )
     exact: bool = SWITCH(
         False,
@@ -263,6 +266,12 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         commands="predict",
         name="data",
         metavar="FILE",
+    )
+    whole: str | None = setting(
+        None,
+        "share of the documents that the answer's length holds whole; default: 99%",
+        commands="predict data",
+        metavar="SHARE",
     )
     tokens: str | None = setting(
         None, "with --length: what training on so many takes, for example 500M", commands="predict"

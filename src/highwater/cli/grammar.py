@@ -325,11 +325,26 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UsageError(f"there is no command {words[0]!r}", hint=_with_command(words))
     own = commands.get(words[0], parser) if words else parser
+    words = _in_one_word(words)
     spelled = _spelled(words) if "--lora-base" in own.flags() else words
     arguments = parse_strictly(own, spelled, whole=parser)
     arguments.typed = ("highwater", *words)
     arguments.command_line = hidden_words(arguments.typed)  # what is shown and recorded
     return arguments
+
+
+def _in_one_word(words: Sequence[str]) -> list[str]:
+    """The words, with a size after a flag that is pasted in two words, ``18.55 GiB.``, as one."""
+    joined: list[str] = []
+    for word in words:
+        flag, number = ("", "", *joined)[-2:]
+        size = re.fullmatch(r"(--[\w-]+=)?\d[\d.,]*", number)
+        is_after_flag = size is not None and (size[1] or flag.startswith("--"))
+        if is_after_flag and re.fullmatch(r"[KMGT]i?B[.,]?", word, re.IGNORECASE):
+            joined[-1] += word.rstrip(".,")
+        else:
+            joined.append(word)
+    return joined
 
 
 def _spelled(words: Sequence[str]) -> list[str]:

@@ -66,6 +66,9 @@ def predict(arguments: argparse.Namespace) -> int:
         return _score_table(arguments)
     if arguments.read_data:
         return _predict_data(arguments)
+    if arguments.whole is not None:
+        problem = "a share of documents, and no data"
+        raise UsageError(problem, hint="add `--data data.jsonl`, or leave `--whole` out")
     listed_gpus = gpus_listed(arguments.cluster) or _rentable_kinds(arguments)
     if len(listed_gpus) > 1:  # usually one, as `4xA100-80GB`
         return _compare_gpus(arguments, listed_gpus)
@@ -100,7 +103,7 @@ def data(arguments: argparse.Namespace) -> int:
     from highwater.api.data_lengths import data_lengths
 
     paths, model = arguments.documents, arguments.counted_by
-    found = data_lengths(paths, model, on_phase=console.seldom())
+    found = data_lengths(paths, model, whole=arguments.whole, on_phase=console.seldom())
     model = model if model and found.native_length_tokens else "Qwen3-0.6B"  # it has no shape
     words = ["highwater", "predict", model, "--gpus", "H100-80GB", "--data", *paths]
     return _say_data(arguments, found, words)
@@ -120,6 +123,7 @@ def _predict_data(arguments: argparse.Namespace) -> int:
         model,
         length=arguments.length,
         price=arguments.price,
+        whole=arguments.whole,
         on_phase=console.seldom(),
         **typed_place(arguments),
         **settings,

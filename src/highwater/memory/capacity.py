@@ -223,6 +223,8 @@ class Prediction(Record, frozen=True, kw_only=True):
     """Time and price of a training at the length; None: not asked for, or the speed is unknown."""
     tried: FailedAllocation | None = None
     """An allocation that failed at the length, and the tensors of its size; None: not asked."""
+    assumed: str = ""
+    """Sentence on what is assumed of the trainer's attention; empty: what it does by itself."""
     method: PredictionMethod = "formula"
     accuracy: str
     calibration: Calibration | None = None

@@ -51,7 +51,8 @@ from highwater.units import format_bytes, parse_memory
 ZERO_NOTE = "ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets"
 """Note of a prediction with ZeRO-3 for a trainer whose formula has FSDP2 alone."""
 
-
+HEADS_SHARE = "heads share a sequence among "
+"""Beginning of a note that Ulysses cannot have all GPUs share one."""
 UNMEASURED = {
     "deepspeed": "DeepSpeed by its source: allocated within 2 %, and it reserves up to 2.9 x",
     "paged": "paged moments are predicted by the source of bitsandbytes 0.50.2, and were never "
@@ -188,21 +189,21 @@ def _ring_notes(
     settings: Mapping[str, Any],
     longest_tokens: int,
 ) -> tuple[str, ...]:
-    """A note that a ring shares sequences among more GPUs than Ulysses, if no degree was named."""
-    if ring_obstacle(load_model(model).shape, longest_tokens) is not None:
-        return ()
-    is_named = "ulysses" in settings or "ring" in settings
-    traits = TRAINERS[trainer]
-    has_no_other = bool(traits.refused(["ring"])) or traits.ring_objectives is not None
-    if where.machines > 1 or is_named or has_no_other:
+    """A note on the GPUs that no degree of Ulysses lets share a sequence, and on a ring that does,
+    if no degree was named.
+    """
+    is_named, traits = "ulysses" in settings or "ring" in settings, TRAINERS[trainer]
+    has_no_heads = bool(traits.refused(["ulysses"])) or traits.ring_objectives is not None
+    if where.machines > 1 or is_named or has_no_heads:
         return ()
     most = max(_degrees(model, where, settings))
     if most == where.gpus:
         return ()
-    return (
-        f"heads share a sequence among {most} of {where.gpus} GPUs at the most: "
-        f"`--ulysses {most} --ring {where.gpus // most}` shares it among all",
-    )
+    said = f"{HEADS_SHARE}{most} of {where.gpus} GPUs at the most"
+    if traits.refused(["ring"]) or ring_obstacle(load_model(model).shape, longest_tokens):
+        return (said,)
+    ring = f"`--ulysses {most} --ring {where.gpus // most}`"
+    return (f"{said}: {ring} shares it among all",)
 
 
 def _hardware_notes(where: Cluster) -> Iterator[str]:
@@ -282,6 +283,9 @@ def prediction_of(task: PredictionTask, cells: tuple[CellPrediction, ...]) -> Pr
     scaled = yarn(question.model, length_tokens=best.reach_tokens, rope=rope)
     found = found.replace(yarn_factor=scaled and scaled.factor)
     first = native or best
+    length_tokens = task.length_tokens or min(first.reach_tokens, found.native_length_tokens)
+    assumed = assumed_attention(question, first.cell, length_tokens, trainer)
+    found = found.replace(assumed=assumed)
     if first.reach_tokens:
         alone = alone_at(question, first.cell, first.reach_tokens)
         limit = with_most_share(alone, task.memory_limit, trainer, task.calibration)
@@ -291,6 +295,25 @@ def prediction_of(task: PredictionTask, cells: tuple[CellPrediction, ...]) -> Pr
     hour = hour_dollars_of(where.device_name, task.hour_dollars)
     cost = cost_of(task.amount_tokens, best.step, gpus=where.gpus, hour_dollars=hour)
     return found.replace(cost=cost)
+
+
+def assumed_attention(
+    question: Question, cell: Cell, length_tokens: int, trainer: TrainerName
+) -> str:
+    """Sentence on the fused kernel that is predicted of a trainer by transformers, whose own choice
+    for the model holds attention's scores, as SDPA neither caps them nor has sinks; else empty.
+    """
+    shape = question.model.shape
+    has_sinks = any(run.kind.attention.has_sinks for run in shape.runs)
+    if not TRAINERS[trainer].is_watched or not (has_sinks or shape.caps_scores):
+        return ""
+    heads = cell.settings.sequences_per_micro_batch * shape.query_heads
+    scores = format_bytes(2 * heads * length_tokens**2 // cell.layout.ulysses_degree)
+    return (
+        f"Attention is taken as {'flex_attention' if has_sinks else 'flash_attention_2'}; "
+        f"transformers' own choice for {shape.model_type} is eager, which holds the scores of all "
+        f"heads, {scores} in bfloat16 at {length_tokens:,} tokens, several times in a layer"
+    )
 
 
 _GAIN = 1.2

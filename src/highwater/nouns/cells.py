@@ -115,7 +115,9 @@ def cells_of(
     skipped = {each: why for each, why in obstacles.items() if why is not None}
     if not layouts:
         works = _offers(list(skipped), request, counts, bounds)
-        whys = {why: each for each, why in reversed(skipped.items())}
+        # degrees that nobody named divide no GPUs beside a ring that somebody did
+        meant = {each: why for each, why in skipped.items() if not each.gpus % each.context}
+        whys = {why: each for each, why in reversed((meant or skipped).items())}
         problem = "; ".join(f"{whys[why].label_on(device)}: {why}" for why in reversed(whys))
         raise UsageError(problem, hint=f"use {works}")
     every = (place for rungs in ladders for place in product(layouts, rungs))

@@ -77,7 +77,8 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
     if request.max_tokens is None and device == "cpu":
         longest = max(longest, request.start_tokens)
         notes = (
-            f"on the CPU lengths end at {format_tokens(longest)}; `--max-length` names another end",
+            f"on the CPU lengths end at {format_tokens(longest)}, where a trial takes minutes: "
+            "`--start-length 512 --resolution 512 --max-length 2k` ends sooner",
         )
     is_ours = foreign_name(request.trainer) is None  # another trainer scales positions as it likes
     if is_ours and longest > native and ends_at_native(model, request.settings.rope):
@@ -293,8 +294,7 @@ def plan(
     settings = cells[0].settings
     notes = (
         *((ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()),
-        *of_memory,
-        *(*of_adapters, *skipped, *too_small, *capped),
+        *(*capped, *of_memory, *of_adapters, *skipped, *too_small),
         *(() if settings.pattern is None else (SPARSE_NOTE,)),
         *step_notes(model, request, settings, device, request.max_tokens),
     )

@@ -168,6 +168,8 @@ class Recommendation(Record, frozen=True, kw_only=True):
     """Changes that make the chosen of it, no more than it takes, by what each frees."""
     yarn: Yarn | None
     """None: the length needs no scaling of the positions."""
+    assumed: str = ""
+    """Sentence on what is assumed of the trainer's attention; empty: what it does by itself."""
     alternatives: tuple[Alternative, ...] = ()
     """Changes that would train the length safely; empty where a candidate does."""
     accuracy: str

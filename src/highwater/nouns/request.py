@@ -538,8 +538,10 @@ def request_from(
         if (kind := kind_by_number(shown)) is not None:
             problem = f"gpus {shown!r} is {kind.name}, and a count is asked for"
             raise UsageError(problem, hint=f"for example `{_elsewhere(shown)}`")
+    # gradients are not added up in bf16: unless a number is named, a step has one micro-batch
+    usual = {"micro_batches": 1} if values.get("parameters") == "bf16" else {}
     try:
-        request = msgspec.convert(values, Request, strict=config_file is not None)
+        request = msgspec.convert({**usual, **values}, Request, strict=config_file is not None)
     except msgspec.ValidationError as error:
         raise _mistyped(error, values, spelling) from error
     except RefusedError as error:

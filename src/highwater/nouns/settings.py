@@ -154,8 +154,8 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     """By bitsandbytes' source, and never measured here (``paged_bytes`` in model/held_bytes.py)."""
     parameters: Parameters = setting(
         "float32",
-        "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
-        "and --micro-batches 1; lossy: each update is rounded at random",
+        "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter), "
+        "and one micro-batch a step; lossy: each update is rounded at random",
         labels={"bf16": "bf16-parameters"},
         says_what=True,
         moves_loss=True,
@@ -582,8 +582,7 @@ _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
     (
         lambda s: s.parameters != "float32" and s.optimizer == "adamw",
         "adamw rounds to the nearest, which loses small updates of parameters in bf16",
-        "use `--optimizer adamw-8bit --micro-batches 1`, whose updates are rounded at random, or "
-        "`--parameters float32`",
+        "use `--optimizer adamw-8bit`, which rounds them at random, or `--parameters float32`",
     ),
     (
         lambda s: s.parameters != "float32" and s.accumulates,

@@ -75,6 +75,8 @@ class Registered(NamedTuple):
     """Settings of that step for which its own configuration has no words."""
     trained: str = ""
     """Words for what is trained with it, if it has no trainer itself."""
+    tokens_field: str = ""
+    """Field of its file for a GPU's tokens of a micro-batch; empty: it counts sequences."""
 
 
 REGISTRY: Mapping[str, Registered] = {
@@ -94,8 +96,8 @@ REGISTRY: Mapping[str, Registered] = {
     "ms-swift": Registered(
         "ms-swift", "ms_swift", "transformers", lacks=frozenset(("activations",))
     ),
-    "verl": Registered("verl", "verl"),
-    "trinity": Registered("Trinity-RFT", "trinity"),
+    "verl": Registered("verl", "verl", tokens_field="ppo_max_token_len_per_gpu"),
+    "trinity": Registered("Trinity-RFT", "trinity", tokens_field="max_token_len_per_gpu"),
     "areal": Registered("AReaL", "areal"),
     "torchtitan": Registered("torchtitan", "torchtitan"),
 }

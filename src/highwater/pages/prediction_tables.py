@@ -5,7 +5,7 @@ below a table, or all notes (``prediction.txt.j2``).
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
@@ -13,6 +13,7 @@ from highwater.memory.formula.constants import GENERATION, Term
 from highwater.memory.formula.rollout import ON_PAPER
 from highwater.memory.interval.calibration import least_residuals
 from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
+from highwater.memory.question import HEADS_SHARE
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
@@ -60,7 +61,9 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 def in_lines(answer: str) -> str:
     """Put line ends into an answer: before long settings, the longest length, and alternatives."""
     return re.sub(
-        r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is)", "\n", answer
+        r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is|(In its|Attention is) )",
+        "\n",
+        answer,
     )
 
 
@@ -127,7 +130,7 @@ def _in_bf16(answer: CellPrediction | None, as_saved: Prediction | None) -> str:
     narrow = as_saved and as_saved.answer
     if not as_saved or not narrow or (answer and answer.reach_tokens == narrow.reach_tokens):
         return ""
-    flags = f"--optimizer {narrow.cell.settings.optimizer} --parameters bf16 --micro-batches 1"
+    flags = f"--optimizer {narrow.cell.settings.optimizer} --parameters bf16"
     tokens = f"{format_tokens(narrow.reach_tokens)} tokens train (`{flags}`)"
     said = f"With weights in float32: as transformers 5 loads most files, in bf16, {tokens}"
     return f". {said}.{_on_gpus(as_saved, narrow)}".removesuffix(".")
@@ -140,10 +143,10 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
     model, asked = plain(prediction.model_name), prediction.length_tokens
     where = f"{_where(prediction)}{how_many and f' ({how_many})'}"
     if (cost := prediction.cost) is not None:
-        money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         size, name = (10**6, "million") if cost.tokens % 10**9 else (10**9, "billion")
         many = f"A {name}" if cost.tokens == size else f"{cost.tokens / size:,.6g} {name}"
-        source += f". {many} tokens take {format_seconds(cost.time_s)}{money}"
+        source += f". {many} tokens take {_bill(cost.time_s, prediction.gpus, cost.dollars)}"
+    source += prediction.assumed and f". {prediction.assumed}"
     longest_tokens = answer.reach_tokens
     native_tokens = prediction.native_length_tokens
     usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
@@ -159,6 +162,7 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
         )
 
     if asked is not None:
+        source += _in_its_file(answer.cell, prediction.trainer, asked)
         claim = f"{_SURE[answer.risk]}: {model} trains {_tokens(asked, native_tokens)}"
         return sentences(claim, answer, asked)
     reach = f"{_at_least(answer, native_tokens)}{format_tokens(longest_tokens)}"
@@ -179,6 +183,14 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
     how = how.removeprefix(f"{shared_training([at_native.cell.settings])}, ")
     what = ", ".join(filter(None, (facts, host)))
     return f"{text} The longest is {reach} tokens with {how}: {what}.{_beside(prediction, answer)}"
+
+
+def _bill(time_s: float, gpus: int, dollars: float | None) -> str:
+    """Text of a time, the hours of all GPUs in it, and their price, if that is known."""
+    hours = gpus * time_s / 3600
+    money = "" if dollars is None else f", {dollars:,.2f} dollars"
+    shown = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"  # three digits, or no fraction
+    return f"{format_seconds(time_s)}, {shown} GPU-hours{money}"
 
 
 def _of_small_batches(prediction: Prediction) -> str:
@@ -261,6 +273,15 @@ def _of_objective(cell: Cell, trainer: AnyTrainer) -> str:
     return f" A micro-batch has {counted(rows, 'sequence')}{usual}."
 
 
+def _in_its_file(cell: Cell, trainer: str, length_tokens: int) -> str:
+    """Sentence, after a full stop, on two fields of a trainer that counts a GPU's tokens."""
+    field, degree = REGISTRY[trainer].tokens_field, cell.layout.ulysses_degree
+    tokens = -(-cell.settings.sequences_per_micro_batch * length_tokens // degree)
+    tokens = cell.settings.token_budget_tokens or tokens
+    said = f". In its file `ulysses_sequence_parallel_size` is {degree}, and `{field}` {tokens}"
+    return said * bool(field)
+
+
 def recommendation_answer(found: Recommendation, target: str | None = None) -> str:
     """Sentences on the settings to use for a length, and the source of that; without any that fit,
     on alternatives. ``target``: the trainer that the answer is for, if not the predicted one.
@@ -270,7 +291,10 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
         how_many = _how_many(found.alternatives, found.gpus)
         tokens = _tokens(found.length_tokens, found.native_length_tokens)
         text = f"No: {plain(found.model_name)} does not train at {tokens} on "
-        text += f"{_where(found, target)}, {source}{how_many and f'; {how_many}'}."
+        ended = _ended_by(
+            found, fits_shorter=any(each.capacity_tokens for each in found.candidates)
+        )
+        text += f"{_where(found, target)}{ended}, {source}{how_many and f'; {how_many}'}."
         is_scaled = found.length_tokens > found.native_length_tokens
         text = f"{text} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
         is_beside = any(each.rollout_sequences is not None for each in found.candidates)
@@ -301,6 +325,8 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
     source = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
     source += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
     source = "measured, in memory alone" if chosen.is_memory_only else source
+    source += found.assumed and f". {found.assumed}"
+    source += _in_its_file(chosen.cell, target or found.trainer, found.length_tokens)
     tokens = _tokens(found.length_tokens, found.native_length_tokens)
     where, how_many = _where(found, target), _how_many(found.alternatives, found.gpus)
     claim += f"{plain(found.model_name)} trains {tokens} on {where}{how_many and f' ({how_many})'}"
@@ -375,10 +401,11 @@ def _nothing(
     native_tokens = prediction.native_length_tokens
     what = f"at {_tokens(asked or shortest or 0, native_tokens)}{'' if asked else ' or more'}"
     text = f"No: {plain(prediction.model_name)} does not train {what} on "
-    text += f"{_where(prediction)}{_unless_gpus(prediction)}, {source}."
+    shorter, fewer = None if longest is None else longest.answer, ()
+    fits_shorter = shorter is not None and shorter.capacity_tokens > 0
+    text += f"{_where(prediction)}{_ended_by(prediction, fits_shorter=fits_shorter)}, {source}."
     chosen = changed.chosen if changed and changed.as_written else None
     text = _chosen(changed, chosen, "No, not") if changed and chosen else text
-    shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native_tokens
         how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
@@ -410,37 +437,46 @@ def _would_fit(
     return f"What would fit: {'; or '.join(would)}." if would else ""
 
 
-def _unless_gpus(prediction: Prediction) -> str:
-    """Words after a No on what ends it, unless that is GPUs with one copy of the states."""
-    nearest, lacks_bytes = _nearest(prediction)
-    if nearest.binding == "host":
-        return f": it lacks {format_bytes(lacks_bytes)} of host memory"
-    copies = min(cell.cell.layout.replicate_degree for cell in prediction.cells)
-    return f" with {copies} copies of the states" if copies > 1 else ""
-
-
-def _nearest(prediction: Prediction) -> tuple[CellPrediction, int]:
-    """The cell that lacks least, of GPUs before host memory, and the bytes that it lacks."""
-    nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
-    if nearest.binding != "host":
-        return nearest, _lacking_bytes(nearest)
-    there_bytes = prediction.memory_limit.host_bytes or 0
-    return nearest, nearest.footprint.host_needed_bytes - there_bytes
+def _ended_by(found: Prediction | Recommendation, *, fits_shorter: bool) -> str:
+    """Words after a No on the one thing that ends it, if it is not the memory of each GPU."""
+    if isinstance(found, Prediction):
+        rows, usual = found.cells, found.memory_limit.usual_host
+        there_bytes = found.memory_limit.host_bytes or 0
+        lacks = [each.footprint.host_needed_bytes - there_bytes for each in rows]
+        of_host = [each.binding == "host" for each in rows]
+        held = [each.footprint.rollout and each.footprint.rollout.sequences for each in rows]
+    else:
+        rows, usual = found.candidates, found.usual_host
+        lacks = [each.lacks_bytes or 0 for each in rows]
+        of_host = [each.lacks_of == "host" and each.lacks_bytes is not None for each in rows]
+        held = [each.rollout_sequences for each in rows]
+    left = ((each.headroom_bytes or 0) >= 0 for each in rows)  # GPUs alone would have room
+    has_room = [is_host and fits for is_host, fits in zip(of_host, left, strict=True)]
+    if any(has_room) and (all(of_host) or usual is None):
+        least = format_bytes(min(compress(lacks, has_room)))
+        return f": it lacks {least} of host memory"
+    if {*held} == {0}:
+        return ": vLLM's share of each GPU holds no such sequence"
+    copies = min((each.cell.layout.replicate_degree for each in rows), default=1)
+    if copies > 1:
+        return f" with {copies} copies of the states"
+    traits = predicted_traits(found.trainer)
+    said = [each.partition(":")[0] for each in found.notes if each.startswith(HEADS_SHARE)]
+    if found.gpus > 1 and traits is not None and traits.refused(["ulysses"]):
+        said = ["one GPU has each sequence"]
+    return f": {said[0]}" if said and fits_shorter else ""
 
 
 def _lacking(prediction: Prediction) -> str:
-    nearest, lacks_bytes = _nearest(prediction)
+    """Sentence on the cell that lacks least, of GPUs before host memory, and on what it lacks."""
+    nearest = min(prediction.cells, key=lambda e: (e.binding == "host", e.lacks_bytes or 0))
+    lacks_bytes = nearest.lacks_bytes or 0
+    if nearest.binding == "host":
+        there_bytes = prediction.memory_limit.host_bytes or 0
+        lacks_bytes = nearest.footprint.host_needed_bytes - there_bytes
     how = settings_in_words(nearest.cell.settings, nearest.cell.layout)
-    return (
-        f"Nearest is {how}, which lacks {format_bytes(lacks_bytes)} "
-        f"{_LACKS.get(nearest.binding, '')}."
-    )
-
-
-def _lacking_bytes(predicted: CellPrediction) -> int:
-    """Bytes of a GPU that a cell lacks; from its headroom if an older file has no such field."""
-    lacks_bytes = predicted.lacks_bytes
-    return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
+    lacks = f"{format_bytes(lacks_bytes)} {_LACKS.get(nearest.binding, '')}"
+    return f"Nearest is {how}, which lacks {lacks}."
 
 
 def _sentences_on(
@@ -457,7 +493,7 @@ def _sentences_on(
 
     Qwen3-8B trains 40,960 tokens on 4 x A100-80GB and host memory: [claim]
     safe, peak 41.97 GiB, 2.43 GiB left, about 9,217 tokens/s (18 s a step). [facts]
-    Predicted. A million tokens take 1m 48s. [source, which may have further sentences]
+    Predicted. A million tokens take 1m 48s, 0.12 GPU-hours. [source; further sentences]
     With a chunked loss and the layers' activations in host memory; [how]
     45.75 GiB of host memory. [host]
     """
@@ -768,14 +804,15 @@ _MOST_WORDS = 30
 
 
 def data_answer(found: "DataLengths") -> str:
-    """Sentence on the length that holds 99 % of the documents whole, and on how far the GPUs train.
+    """Sentence on the length that holds a share of the documents whole, and on how far GPUs train.
     Further lines: documents that are cut, tokens kept by the shortest sufficient length and by the
     next, time and cost of a pass.
     """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
     documents, held = counted(found.documents, "document"), format_tokens(found.whole_tokens)
     about = "about " * (found.bytes_per_token is not None)
-    first, then = f"{name}: {about}{held} tokens hold 99 % of {documents} whole", ""
+    share = f"{100 * found.whole_share:.4g} %"
+    first, then = f"{name}: {about}{held} tokens hold {share} of {documents} whole", ""
     if found.trained_by is not None:
         reach = found.reach_tokens and _tokens(found.reach_tokens, found.native_length_tokens)
         then = f"; {plain(found.trained_by)} {f'up to {reach}' if reach else 'none'}"
@@ -806,10 +843,10 @@ def data_answer(found: "DataLengths") -> str:
             said += f", and a step takes {next_step.time_s / step.time_s:.1f} times as long"
     lines.append(said)
     meant = found.cut if found.cut and found.cut.epoch_s is not None else enough
-    if meant.epoch_s is not None:
-        money = "" if meant.epoch_price is None else f" and {meant.epoch_price:,.2f} dollars"
+    if meant.trained and meant.epoch_s is not None:
+        bill = _bill(meant.epoch_s, meant.trained.cell.layout.gpus, meant.epoch_price)
         passed = f"One pass at {format_tokens(meant.length_tokens)} takes about"
-        lines.append(f"{passed} {format_seconds(meant.epoch_s)}{money}, predicted")
+        lines.append(f"{passed} {bill}, predicted")
     if meant.trained and (outside := meant.trained.cell.settings.traits.outside_step):
         lines.append(outside.removesuffix("."))
     if (each := found.bytes_per_token) is not None:

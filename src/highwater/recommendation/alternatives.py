@@ -196,7 +196,7 @@ def _other_trainings(goal: Goal) -> Iterator[_Change]:
     others: list[tuple[str, dict[str, object]]] = []
     if "lora" not in goal.settings:
         few_bits: dict[str, object] = {"optimizer": "adamw-8bit"}
-        both = {**few_bits, "parameters": "bf16", "micro_batches": 1}
+        both = {**few_bits, "parameters": "bf16"}
         others.append(("moments of 8 bits, which are lossy", few_bits))
         others.append(("moments of 8 bits and parameters in bf16, which are lossy", both))
         others.append(("AdamW in float32, its states in host memory", {"optimizer": "adamw"}))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import NOT_MODELLED, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.interval.calibration import Calibration
-from highwater.memory.question import predicted_question, with_most_share
+from highwater.memory.question import assumed_attention, predicted_question, with_most_share
 from highwater.memory.trainers import MEMORY, calibration_of, predict_untraced
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
@@ -260,8 +260,9 @@ def recommendation_of(
     """
     rope, limit = question.cells[0].settings.rope, goal.memory_limit
     chosen = next((candidate for candidate in candidates if candidate.fits), None)
+    cell = question.cells[0] if chosen is None else chosen.cell
     if chosen is not None and limit.rollout is not None:
-        alone = question.replace(cells=(chosen.cell,))
+        alone = question.replace(cells=(cell,))
         limit = with_most_share(alone, limit, goal.trainer, goal.known(question))
     return Recommendation(
         model_name=question.model.name,
@@ -279,6 +280,7 @@ def recommendation_of(
         chosen=chosen,
         candidates=candidates,
         yarn=yarn(question.model, length_tokens=goal.length_tokens, rope=rope),
+        assumed=assumed_attention(question, cell, goal.length_tokens, goal.trainer),
         not_modelled=NOT_MODELLED,
         **told,
     )

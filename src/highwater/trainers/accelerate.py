@@ -90,7 +90,6 @@ def accelerate(
         cannot=(
             *_of_the_script(found, chosen, sharing, shape),
             *instead(cell, sharing),
-            *WORDS.engine_alone(settings),
         ),
         yarn="the model is the script's",
         logits_bytes=None if is_fused(cell, shape) else whole_logits_bytes(chosen, shape),

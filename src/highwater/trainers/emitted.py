@@ -116,6 +116,7 @@ class Dialect(NamedTuple):
         trainer cannot express, the model's YaRN block with the reason ``yarn``, and, after the word
         ``start`` (empty: not), the command. ``text`` makes the file from the comment; None: YAML.
         """
+        refuse_kept_attention(self.name, chosen.cell.settings)
         comments = comment(
             [
                 *self._heading(found, chosen, logits_bytes),
@@ -198,22 +199,6 @@ class Dialect(NamedTuple):
             f"{self.name} shares a sequence inside a copy, of {layout.shard_degree} GPUs, not "
             f"among {layout.context_degree}"
         )
-
-    def engine_alone(self, settings: Settings) -> list[str]:
-        """Sentences on settings that only this package's engine has. Raises UsageError for what
-        ``refuse_kept_attention`` refuses.
-        """
-        said: list[str] = []
-        refuse_kept_attention(self.name, settings)
-        groups = settings.attention_head_groups
-        if groups > 1:
-            said.append(
-                f"--attention-head-groups {groups}: {self.name} attends with all heads at once"
-            )
-        if settings.mlp_tiles is not None:
-            tiles = settings.mlp_tiles
-            said.append(f"--mlp-tiles {tiles}: {self.name} has no tiles over the tokens")
-        return said
 
     def whole_alpha(self, lora: Lora) -> int:
         """LoRA's alpha as an integer. Raises UsageError for a fraction."""

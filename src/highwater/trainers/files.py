@@ -187,7 +187,6 @@ class Finetuner(ABC):
                 *self.cannot(training),
                 *(() if self.fuses(training) else unfused(cell, self.why_unfused(cell.layout))),
                 *((WHOLE_SHARDS,) if cell.settings.optimizer_traits.is_quantized else ()),
-                *self.words.engine_alone(cell.settings),
             ),
             yarn=self.yarn,
             logits_bytes=None if self.fuses(training) else whole_logits_bytes(chosen, shape),

@@ -84,9 +84,7 @@ OF_ALL = frozenset(
 )
 OF_LORA = {"lora", "lora_alpha", "lora_targets"}
 OF_ROLLOUT = {*RolloutRequest.__struct_fields__}
-OF_THE_ENGINE = OF_ALL | {
-    *("loss", "recompute", "mlp_tiles", "attention_head_groups", "micro_batches", "ring", "copies")
-}
+OF_THE_ENGINE = OF_ALL | {*("loss", "recompute", "micro_batches", "ring", "copies")}
 
 TARGETS: Mapping[Target, EmitTarget] = TrainerParts(Target, "TARGET")
 """The targets, by the names that ``highwater emit --for`` takes."""

@@ -150,7 +150,7 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
         said.append("YaRN's attention factor: its own models scale the frequencies alone")
     if settings.adapters is not None:
         said += _of_adapters(found, chosen, settings.adapters)
-    return (*said, *_WORDS.engine_alone(settings))
+    return tuple(said)
 
 
 def _of_adapters(found: Recommendation, chosen: Candidate, lora: Lora) -> list[str]:

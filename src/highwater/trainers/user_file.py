@@ -64,6 +64,8 @@ class _AllWords(Record, frozen=True, kw_only=True):
     trainers: dict[TrainerName, FileWords]
     refused: tuple[str, ...]
     """Fields of any trainer with effects that are not predicted."""
+    eager: dict[str, str]
+    """Fields of any trainer with the value that is refused: attention that holds its scores."""
     known: tuple[str, ...]
     """Fields of any trainer that are read, or have no effect on memory; ``*``: any end."""
 
@@ -112,6 +114,9 @@ def settings_of(
     for name in (*_ALL.refused, *words.refused):
         value = config.get(name)
         if value and (value is True or value not in _USUAL):
+            raise _unknown(source, name, value)
+    for name, value in _ALL.eager.items():
+        if config.get(name) == value:
             raise _unknown(source, name, value)
     notes: list[str] = []
     is_known = not TRAINERS[trainer].refused(["deepspeed"])

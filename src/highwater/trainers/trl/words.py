@@ -201,7 +201,7 @@ def _inexpressible(training: FineTuning) -> tuple[str, ...]:
     elif not command.packs and settings.sequences_per_micro_batch > 1:
         said.append(f"packed sequences in `trl {command.name}`: batches are padded")
     said += instead(training.cell, sharing)
-    return (*said, *_WORDS.engine_alone(settings))
+    return tuple(said)
 
 
 def trl_values(training: FineTuning) -> dict[str, Value]:
