@@ -323,6 +323,7 @@ def drafted(
     gpu_memory: str | int | None,
     reserved: str | int,
     rollout_gpus: int,
+    host_memory: str | int | None = None,
     **settings: Any,
 ) -> Recommendation:
     """The candidates of ``recommend`` with its default budget, the simplest first, before any is
@@ -330,7 +331,7 @@ def drafted(
     """
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     tokens = parse_tokens(str(length))
-    limit = MemoryLimit(device_bytes=where.device_bytes)
+    limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
     goal = goal_of(model, tokens, where, limit, trainer, settings, rollout_gpus)
     question, notes = predicted_question(model, where, trainer, tokens, settings)
     cells = sorted(question.cells, key=simplicity)

@@ -8,7 +8,7 @@ command can be repeated; if a file has different content, nothing is written.
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -33,6 +33,7 @@ from highwater.nouns.trainer import (
 )
 from highwater.trainers.emitted import (
     Emitted,
+    Value,
     bytes_with_logits,
     comment,
     exceeds,
@@ -49,6 +50,30 @@ class Emit(Protocol):
     ) -> Emitted:
         """The configuration of ``chosen``. Raises UsageError if the trainer cannot express it."""
         ...
+
+
+class Always(NamedTuple):
+    """A value that a configuration always has, and without which nobody predicts memory."""
+
+    value: Value
+    beside: str = ""
+    """The setting beside which alone it is written; empty: it always is."""
+
+
+Words = Mapping[str, "str | Always"]
+"""A trainer's names, in order: of fields of ``Request``, of others that ``emit`` tells, and of
+values that are always so. ``emit`` writes by them, and a user's file is read by them."""
+
+
+def written(words: Words, told: Mapping[str, Value]) -> dict[str, Value]:
+    """The values of a configuration: those of the fields that are ``told``, and all others."""
+    found: dict[str, Value] = {}
+    for name, word in words.items():
+        if isinstance(word, str):
+            found |= {name: told[word]} if word in told else {}
+        elif not word.beside or word.beside in told:
+            found[name] = word.value
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +98,8 @@ class EmitTarget:
     knows: frozenset[str]
     """Settings, by the names that users type, that the configuration sets or declares impossible.
     Others have to be at their defaults, so that a new setting is refused until it is listed."""
+    words: Words = field(default_factory=dict[str, "str | Always"])
+    """Its names, by which its own files are read, too; empty: ``user_file.json`` has those."""
 
 
 OF_ALL = frozenset(
@@ -96,6 +123,7 @@ def refuse_unknown_settings(
     target: Target, settings: Mapping[str, object], predicting: TrainerName
 ) -> None:
     """Raise UsageError, naming all settings that the predicted trainer's step lacks."""
+    settings = {name: value for name, value in settings.items() if name != "host_memory"}
     refused = refused_settings(OURS if REGISTRY[predicting].trains_by else predicting, settings)
     refused += ["offload"] if settings.get("offload") == "states" else []
     knows = TARGETS[target].knows

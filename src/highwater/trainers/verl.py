@@ -21,7 +21,15 @@ from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.objective import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import Dialect, Emitted, Value, literal, model_lies, yarn_lines
-from highwater.trainers.targets import OF_ALL, OF_LORA, OF_ROLLOUT, EmitTarget
+from highwater.trainers.targets import (
+    OF_ALL,
+    OF_LORA,
+    OF_ROLLOUT,
+    Always,
+    EmitTarget,
+    Words,
+    written,
+)
 
 VERSION = "0.9.1"
 _WORDS = Dialect("verl", "verl", VERSION)
@@ -79,41 +87,63 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
     )
 
 
+WORDS: Words = {
+    "algorithm.adv_estimator": "objective",
+    "data.max_prompt_length": "prompt_tokens",
+    "data.max_response_length": "response_tokens",
+    "trainer.nnodes": Always(1),
+    "trainer.n_gpus_per_node": "gpus",
+    _PATH: "model",
+    f"{_MODEL}.use_remove_padding": Always(True),
+    f"{_MODEL}.enable_gradient_checkpointing": Always(True),
+    f"{_MODEL}.enable_activation_offload": "activations",
+    f"{_ACTOR}.strategy": "strategy",
+    f"{_ACTOR}.ulysses_sequence_parallel_size": "ulysses",
+    f"{_ACTOR}.use_dynamic_bsz": Always(True),
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": "token_budget",
+    f"{_ACTOR}.fsdp_config.offload_policy": "offload",
+    f"{_REF}.log_prob_use_dynamic_bsz": Always(True),
+    f"{_REF}.log_prob_max_token_len_per_gpu": "token_budget",
+    f"{_ROLLOUT}.name": "rollout",
+    f"{_ROLLOUT}.log_prob_use_dynamic_bsz": Always(True),
+    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": "token_budget",
+    f"{_ROLLOUT}.max_model_len": "length",
+    f"{_ROLLOUT}.gpu_memory_utilization": "gpu_memory_utilization",
+    f"{_ROLLOUT}.tensor_model_parallel_size": "rollout_tensor_parallel",
+    f"{_ROLLOUT}.max_num_seqs": "rollout_sequences",
+    f"{_ROLLOUT}.free_cache_engine": Always(True, beside="gpu_memory_utilization"),
+    f"{_MODEL}.lora_rank": "lora",
+    f"{_MODEL}.lora_alpha": "lora_alpha",
+    f"{_MODEL}.target_modules": "lora_targets",
+    f"{_ACTOR}.fsdp_config.model_dtype": Always("fp32", beside="lora"),
+    f"{_ROLLOUT}.load_format": "load_format",
+}
+
+
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
-    budget, offload = chosen.token_budget_tokens, chosen.cell.settings.offloads_model
-    is_on_host, rollout = chosen.cell.settings.activations == "host", found.rollout
-    vllm: dict[str, Value] = {}
-    if rollout is not None:
-        vllm["gpu_memory_utilization"] = rollout.gpu_memory_utilization or 0
-        vllm["tensor_model_parallel_size"] = rollout.rollout_tensor_parallel
-        vllm["max_num_seqs"] = rollout.rollout_sequences or 0
-        vllm["free_cache_engine"] = True
-    return {
-        "algorithm.adv_estimator": chosen.cell.settings.objective,
-        "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": found.gpus,
-        _PATH: model_path,
-        f"{_MODEL}.use_remove_padding": True,
-        f"{_MODEL}.enable_gradient_checkpointing": True,
-        **({f"{_MODEL}.enable_activation_offload": True} if is_on_host else {}),
-        f"{_ACTOR}.strategy": chosen.cell.settings.strategy,
-        f"{_ACTOR}.ulysses_sequence_parallel_size": chosen.cell.layout.ulysses_degree,
-        f"{_ACTOR}.use_dynamic_bsz": True,
-        f"{_ACTOR}.ppo_max_token_len_per_gpu": budget,
-        f"{_ACTOR}.fsdp_config.offload_policy": offload,
-        f"{_REF}.log_prob_use_dynamic_bsz": True,
-        f"{_REF}.log_prob_max_token_len_per_gpu": budget,
-        f"{_ROLLOUT}.name": "vllm",
-        f"{_ROLLOUT}.log_prob_use_dynamic_bsz": True,
-        f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": budget,
-        f"{_ROLLOUT}.max_model_len": found.length_tokens,
-        **{f"{_ROLLOUT}.{name}": value for name, value in vllm.items()},
-        **_lora_values(chosen.cell.settings.adapters),
+    settings, rollout = chosen.cell.settings, found.rollout
+    told: dict[str, Value] = {
+        "objective": settings.objective,
+        "gpus": found.gpus,
+        "model": model_path,
+        "strategy": settings.strategy,
+        "ulysses": chosen.cell.layout.ulysses_degree,
+        "token_budget": chosen.token_budget_tokens,
+        "offload": settings.offloads_model,
+        "rollout": "vllm",
+        "length": found.length_tokens,
+        **_lora_values(settings.adapters),
     }
+    told |= {"activations": True} if settings.activations == "host" else {}
+    if rollout is not None:
+        told["gpu_memory_utilization"] = rollout.gpu_memory_utilization or 0
+        told["rollout_tensor_parallel"] = rollout.rollout_tensor_parallel
+        told["rollout_sequences"] = rollout.rollout_sequences or 0
+    return written(WORDS, told)
 
 
 def _lora_values(lora: Lora | None) -> dict[str, Value]:
-    """Overrides of adapters, with layers as Hydra's list. Raises UsageError for too high a rank."""
+    """Adapters by field, with layers as Hydra's list. Raises UsageError for too high a rank."""
     if lora is None:
         return {}
     if lora.rank > _MOST_RANK:
@@ -122,11 +152,10 @@ def _lora_values(lora: Lora | None) -> dict[str, Value]:
             hint=f"use `--lora {_MOST_RANK}`",
         )
     return {
-        f"{_MODEL}.lora_rank": lora.rank,
-        f"{_MODEL}.lora_alpha": _WORDS.whole_alpha(lora),
-        f"{_MODEL}.target_modules": f"[{','.join(lora.names)}]" if lora.names else lora.targets,
-        f"{_ACTOR}.fsdp_config.model_dtype": "fp32",
-        f"{_ROLLOUT}.load_format": "safetensors",
+        "lora": lora.rank,
+        "lora_alpha": _WORDS.whole_alpha(lora),
+        "lora_targets": f"[{','.join(lora.names)}]" if lora.names else lora.targets,
+        "load_format": "safetensors",
     }
 
 
@@ -157,4 +186,5 @@ TARGET = EmitTarget(
     yours=("data and reward, as words after `./launch.sh`: `data.train_files=...`",),
     predicted_for="trinity",
     knows=OF_ALL | OF_LORA | {"activations"} | (OF_ROLLOUT - {"sleep_level"}),
+    words=WORDS,
 )
