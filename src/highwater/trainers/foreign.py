@@ -4,6 +4,7 @@ configuration in them); and trials of a command that the user types.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -134,6 +135,32 @@ def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise UsageError(f"{path} has no named fields", hint=hint)
     return {str(name): value for name, value in cast(dict[Any, Any], read).items()}
+
+
+def dotted_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
+    """Fields by dotted names, of sections in YAML, or of overrides ``a.b=1`` in a shell's command.
+    A value that refers to another field is that field's. Raises UsageError for other content.
+    """
+    try:
+        flat = _flat(yaml_fields(content, path, hint=hint))
+    except UsageError:
+        text = re.sub(r"(?m)^\s*#.*", "", content.decode(errors="replace"))
+        pairs = re.findall(r"(?m)(?:^|[\s'+])(\w+(?:\.\w+)+)=(\[[^]]*\]|[^\s'\\]*)", text)
+        flat = {name: yaml.safe_load(value.strip('"')) for name, value in pairs}
+        if not flat:
+            raise
+    for name, value in flat.items():
+        refers = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)(?:,.*)?\}", str(value))
+        flat[name] = flat.get(refers[1]) if refers else value
+    return flat
+
+
+def _flat(section: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        is_section = isinstance(value, Mapping)
+        found |= _flat(value, f"{before}{name}.") if is_section else {f"{before}{name}": value}
+    return found
 
 
 def launcher_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:

@@ -4,10 +4,10 @@ fields that are not predicted are refused by name; unknown fields are named in a
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
 
 from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
@@ -16,11 +16,26 @@ from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import Record, packaged
 from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.foreign_request import base_config, file_content
-from highwater.nouns.objective import ALL_LINEAR, TRAITS
-from highwater.nouns.settings import RUNG_ROWS, Settings, listed
+from highwater.nouns.objective import ALL_LINEAR, TRAITS, RolloutRequest
+from highwater.nouns.request import DECLARED
+from highwater.nouns.settings import RUNG_ROWS, Settings, Strategy, listed
 from highwater.nouns.study import RecordedTrial, Study
-from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName
-from highwater.trainers.foreign import fsdp_keys, launcher_of, mapping_in, yaml_fields
+from highwater.nouns.trainer import (
+    FOREIGN,
+    REGISTRY,
+    TRAINERS,
+    Target,
+    TrainerName,
+    trainer_title,
+)
+from highwater.trainers.foreign import (
+    dotted_fields,
+    fsdp_keys,
+    launcher_of,
+    mapping_in,
+    yaml_fields,
+)
+from highwater.trainers.targets import TARGETS, Always
 
 FileFields = Mapping[str, Any]
 SAVING = ("allocator", "loss", "liger", "activations", "recompute")
@@ -52,6 +67,10 @@ class FileWords(Record, frozen=True, kw_only=True):
     on_host: tuple[str, ...] = ()
     """Fields that put layers' activations into host memory."""
     optimizer: str = "optim"
+    ring: tuple[str, str] = ("", "")
+    """Field of the GPUs that share a sequence by ring attention, and what does it there."""
+    returns: tuple[str, ...] = ()
+    """Fields that put states into host memory from where they return for each update."""
     refused: tuple[str, ...] = ()
     """Fields with effects that are not predicted, besides those of every trainer."""
     passed: tuple[str, ...] = ()
@@ -70,8 +89,9 @@ class _AllWords(Record, frozen=True, kw_only=True):
 
 _ALL = packaged("trainers/user_file.json", _AllWords)
 FILE_WORDS: Mapping[TrainerName, FileWords] = _ALL.trainers
-_USUAL = (1, "none", "sft")
+_USUAL = (1, -1, "none", "sft")
 """Values of refused fields that have no such effect."""
+_PARTS = ("prompt", "response")
 _OPTIMIZERS = {
     "adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit",
     "adamw": r"adamw(_torch\w*)?|paged_adamw(_32bit)?",
@@ -107,15 +127,18 @@ def settings_of(
             hint="leave `--trainer-config` out, or name its trainer: `--trainer axolotl`",
         )
     words, source = FILE_WORDS[trainer], path.name
-    config = yaml_fields(file_content(path), path, hint=f"name the file that {trainer} takes")
+    own = TARGETS[cast(Target, trainer)].words
+    read = dotted_fields if own else yaml_fields
+    config = read(file_content(path), path, hint=f"name the file that {trainer} takes")
     launcher = launcher_of(config, path) if words.length else config
     for name in (*_ALL.refused, *words.refused):
         value = config.get(name)
-        if value and (value is True or value not in _USUAL):
+        if name != words.ring[0] and value and (value is True or value not in _USUAL):
             raise _unknown(source, name, value)
     notes: list[str] = []
     is_known = not TRAINERS[trainer].refused(["deepspeed"])
-    found = _sharing(config, launcher, path, gpus)
+    found = _by_words(trainer, config, source, gpus, notes) if own else {}
+    found = found or _sharing(config, launcher, path, gpus)
     if not is_known and found.get("deepspeed") == "zero3":
         notes.append(ZERO_NOTE)
         found = {}
@@ -137,33 +160,87 @@ def settings_of(
         if found.get("lora_base") == "nf4" and found.get("deepspeed") == "zero2":
             notes.append("ZeRO-2 beside a model in NF4 is taken as DDP, which shares nothing")
             found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
+        found |= {"ring": [ring]} if (ring := _whole(config, words.ring[0], source)) > 1 else {}
+    elif own:
+        if any(config.get(name) for name in words.returns):
+            where = listed([name.rpartition(".")[2] for name in words.returns])
+            notes.append(f"{where}: states return for the update, at whose peak they are counted")
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, words.targets, words.optimizer, *_ALL.known, *_ALL.refused}
     known |= {*words.rank, *words.alpha, *words.fused, *words.on_host}
-    known |= {*words.passed, *words.refused}
+    known |= {*words.passed, *words.refused, *words.returns, *own, words.ring[0]}
     left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
-    given = {*typed, *MEMORY[trainer].fixed_fields({})}
+    given = {*typed, *MEMORY[trainer].fixed_fields(found)} | ({*found} - {*DECLARED})
     # a field that belongs to a typed setting is not taken from the file
     given |= {own for name, own in (("loss", "liger"), ("optimizer", "paged")) if name in given}
     taken = {name: value for name, value in found.items() if name not in given}
     refused = TRAINERS[trainer].refused(taken)
+    length_tokens = found.get("length") or _whole(config, words.length, source, usual=0) or None
+    if "ring" in refused:
+        raise _unshared(trainer, words.ring, source, found["ring"][0], length_tokens)
     for name in refused:
         if taken[name] != RUNG_ROWS[name].default:
             value = "false" if name == "recompute" else taken[name]
             raise _unknown(source, _THEIRS.get(name, name), value)
     settings = {name: value for name, value in taken.items() if name not in refused}
     notes += [said for name, said in UNMEASURED.items() if settings.get(name, "none") != "none"]
-    length_tokens = _whole(config, words.length, source, usual=0) or None
     return FileSettings(settings, length_tokens, tuple(notes))
+
+
+_AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "ulysses": lambda degree: [degree],
+    "activations": lambda is_on_host: "host" if is_on_host else "gpu",
+    "lora_alpha": float,
+    "lora_targets": lambda names: ",".join(names) if isinstance(names, list) else str(names),
+}
+"""Values of a request's fields, from those in a file that is read by the words of ``emit``."""
+
+
+def _by_words(
+    trainer: TrainerName, config: FileFields, source: str, gpus: int, notes: list[str]
+) -> dict[str, Any]:
+    """Settings from a file by the words with which ``emit`` writes one, the first word of each; the
+    length; and other words of ``emit``. UsageError for other values of what is always so.
+    """
+    words = TARGETS[cast(Target, trainer)].words
+    keys: dict[str, str] = {}
+    for key, word in words.items():
+        value = config.get(key)
+        if isinstance(word, str) and value is not None:
+            keys.setdefault(word, key)
+        elif isinstance(word, Always) and value not in (None, word.value):
+            raise _unknown(source, key, value)
+    found = {n: _AS_FIELDS.get(n, lambda v: v)(config[key]) for n, key in keys.items()}
+    if not found.get("lora"):
+        found = {name: value for name, value in found.items() if not name.startswith("lora")}
+    if found.get("rollout", "vllm") != "vllm":
+        raise _unknown(source, keys["rollout"], found["rollout"])
+    parts = [_whole(config, keys.get(f"{each}_tokens", ""), source, usual=512) for each in _PARTS]
+    if "response_tokens" in keys:
+        found["length"] = sum(parts)
+    fixed = MEMORY[trainer].fixed_fields(found)
+    for name in ("objective", "strategy"):
+        value = found.get(name, fixed[name])
+        if value == fixed[name]:
+            continue
+        if value not in get_args(Strategy):
+            raise _unknown(source, keys[name], value)
+        notes.append(f"{source} has {name}: {value}, which is taken as {fixed[name]}")
+    if (of_file := found.get("gpus", gpus)) != gpus:
+        notes.append(f"{source} is for {of_file} GPUs, and {gpus} are asked about")
+    left_out = {"gpus", "model"}
+    left_out |= set() if "rollout" in found else {*RolloutRequest.__struct_fields__}
+    return {"offload": False, **{n: v for n, v in found.items() if n not in left_out}}
 
 
 def model_in(path: Path) -> str | None:
     """The model that a user's file names, by any trainer's field; None if it names none."""
-    config = yaml_fields(file_content(path), path, hint="name the file that your trainer takes")
-    names = ("base_model", "model_name_or_path", "model")
+    config = dotted_fields(file_content(path), path, hint="name the file that your trainer takes")
+    names = ["base_model", "model_name_or_path", "model"]
+    names += [name for row in TARGETS.values() for name in row.words if row.words[name] == "model"]
     return next((str(config[name]) for name in names if config.get(name)), None)
 
 
@@ -382,6 +459,21 @@ def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int
             hint=f"write one, for example `{name}: {usual or 8192}`",
         )
     return int(value)
+
+
+def _unshared(
+    trainer: TrainerName, ring: tuple[str, str], source: str, degree: int, length: int | None
+) -> UsageError:
+    """The error for a ring in a file of a trainer whose step is not predicted with any."""
+    name, words = ring
+    step = trainer_title(REGISTRY[trainer].trains_by or trainer)
+    flags = f"--ring {degree}{f' --length {length}' if length else ''}"
+    return UsageError(
+        f"{source} has {name}: {degree}, ring attention over {degree} GPUs ({words}): nobody knows "
+        f"the memory of {step}'s step, as which {trainer_title(trainer)} is predicted, with a ring",
+        hint=f"take `{name}` out of it to predict the rest; or ask it of this package's engine, "
+        f"whose ring is predicted: `{flags}` in the place of `--trainer` and `--trainer-config`",
+    )
 
 
 def _unknown(source: str, name: str, value: Any) -> UsageError:
