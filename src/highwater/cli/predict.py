@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from highwater.api.gpu_choice import cheapest_gpus
@@ -30,6 +31,7 @@ from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.cluster import gpus_listed
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import LIST_PRICE_NOTE, default_host, gpu_catalog, runs_trials
+from highwater.nouns.recommendation import Recommendation
 from highwater.nouns.request import DECLARED, setting_flags, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
@@ -53,6 +55,7 @@ from highwater.units import format_tokens
 
 if TYPE_CHECKING:
     from highwater.api.data_lengths import DataLengths
+    from highwater.trainers.user_file import FileReach
 
 _EXAMPLE = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
 _NOT_RECOMMENDED = tuple(row.flag for row in taken_by("predict", but_not="recommend"))
@@ -85,6 +88,8 @@ def predict(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
     ways, saved = _other_ways(arguments, prediction), _as_saved(arguments, prediction)
+    reach = _file_reach(arguments, prediction, ways.get("changed"))
+    ways |= {} if reach is None else {"of_file": reach}
     console.answer_page(
         in_lines(prediction_answer(prediction, as_saved=saved, **ways)),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
@@ -150,9 +155,7 @@ def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[s
         return {}
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     shared, longest = typed_place(arguments), None
-    if answer is None and asked is not None:
-        if "trainer_config" in settings:
-            shared["max_length"] = "1m"  # the file may say the length
+    if answer is None and asked is not None and "trainer_config" not in settings:
         longest = api_predict(model, constants=arguments.constants, **shared, **settings)
     length_tokens = asked or prediction.cells[0].does_not_fit_tokens
     if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
@@ -164,6 +167,43 @@ def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[s
         return {"longest": longest, "alternatives": would}
     found = recommend(model, length=length_tokens, **typed_place(arguments), **settings)
     return {"longest": longest, "alternatives": found.alternatives, "changed": found}
+
+
+def _file_reach(
+    arguments: argparse.Namespace, prediction: Prediction, found: Recommendation | None
+) -> "FileReach | None":
+    """How far the user's file trains as it is and with changes, and those ``found`` for its length;
+    None if no length is asked about, or the file says only how processes share the work.
+    """
+    model, settings = named_model(arguments, [], example=_EXAMPLE)
+    if "trainer_config" not in settings or prediction.length_tokens is None:
+        return None
+    from highwater.trainers.user_file import (
+        FileReach,
+        kept,
+        reach_changes,
+        settings_of,
+        tells_length,
+    )
+
+    trainer, typed, place = prediction.trainer, dict(settings), typed_place(arguments)
+    if not tells_length(trainer) or prediction.method != "formula" or arguments.calibrate:
+        return None
+    path = Path(typed.pop("trainer_config"))
+    own = settings_of(trainer, path, gpus=prediction.gpus, typed=typed, length_tokens=1).settings
+    rows = prediction.explained.cell.settings.traits.documents_together
+    others = {**kept(trainer, own), "sequences_per_micro_batch": rows, **typed}
+    place["max_length"] = "1m"
+    changed = api_predict(model, **place, **others)
+    best, near = changed.answer, found and found.chosen
+    tokens = prediction.length_tokens
+    return FileReach(
+        source=path.name,
+        as_written=api_predict(model, **place, **settings),
+        changed=changed,
+        changes=reach_changes(trainer, own, best.cell, best.reach_tokens) if best else (),
+        nearer=reach_changes(trainer, own, near.cell, tokens) if near else (),
+    )
 
 
 def _as_saved(arguments: argparse.Namespace, prediction: Prediction) -> Prediction | None:
@@ -280,7 +320,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         # a timeline is written by now
         return shlex.join((*words_without(arguments.command_line, "--timeline"), "--explain"))
     model, settings = str(typed_values(arguments)["model"]), prediction.explained.cell.settings
-    if not TRAINERS[prediction.trainer].is_run:
+    if not TRAINERS[prediction.trainer].is_run and "trainer_config" not in vars(arguments):
         words = words_again(arguments, drop=("--trainer", *map(flag_of, OF_OTHERS)))
         return shlex.join(("highwater", "predict", model, *words))
     foreign = foreign_name(prediction.trainer)

@@ -20,7 +20,7 @@ from highwater.model.footprint import PROCESS_BYTES
 from highwater.model.rope import YARN_IN_USE
 from highwater.nouns.cluster import nameless
 from highwater.nouns.hardware import THIS_MACHINE, runs_trials
-from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
+from highwater.nouns.recommendation import Alternative, Candidate, FileChange, Recommendation
 from highwater.nouns.settings import (
     Settings,
     listed,
@@ -47,6 +47,7 @@ from highwater.units import GIB, counted, format_bytes, format_seconds, format_s
 if TYPE_CHECKING:
     from highwater.api.data_lengths import DataLengths, KeptLength
     from highwater.api.gpu_choice import GpuChoice
+    from highwater.trainers.user_file import FileReach
 
 _LACKS = {
     "device": "of each GPU",
@@ -71,17 +72,21 @@ def prediction_answer(
     alternatives: Sequence[Alternative] = (),
     changed: Recommendation | None = None,
     as_saved: Prediction | None = None,
+    of_file: "FileReach | None" = None,
 ) -> str:
     """Sentences on how far a model trains, and with which settings; at one length, whether it
     trains. If nothing fits, they name what would: a shorter length, from ``longest``, the
     prediction of the same question without a length; ``alternatives``; and changes to the user's
     own file, from ``changed``. ``as_saved``: the prediction with weights in bf16, to be named too.
+    ``of_file``: how far the user's own file trains, which two lines say first.
     """
     answer, known = prediction.answer, prediction.calibration
     source = predicted_as(prediction.trainer, known.own_trials if known else 0)
     how_many = _how_many(alternatives, prediction.gpus)
     in_bf16 = _in_bf16(answer, as_saved)
-    if answer is None:
+    if of_file is not None:
+        text = _of_file(prediction, of_file, changed, alternatives)
+    elif answer is None:
         source += how_many and f"; {how_many}"
         text = _nothing(prediction, source + in_bf16, longest, alternatives, changed)
     else:
@@ -93,6 +98,74 @@ def prediction_answer(
         text += " Generation by transformers ends it, whose keys and values are of a whole batch:"
         text += " `--rollout vllm` has a cache of its own size."
     return text if prediction.tried is None else f"{_of_allocation(prediction)}\n{text}"
+
+
+def _of_file(
+    prediction: Prediction,
+    reach: "FileReach",
+    changed: Recommendation | None,
+    alternatives: Sequence[Alternative],
+) -> str:
+    """Lines on a user's own file: whose step is predicted, whether its length fits as it is written
+    and how far it trains so and with changes; these changes; and the least for its own length.
+    """
+    answer, best = prediction.answer, reach.changed.answer
+    asked, native_tokens = prediction.length_tokens or 0, prediction.native_length_tokens
+    usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
+    best_tokens = 0 if best is None else best.reach_tokens
+    first, within_tokens = _as_written(prediction, reach.as_written.answer)
+    is_longer = best is not None and best_tokens > within_tokens and reach.changes
+    far = f"as written {format_tokens(within_tokens)} train" if within_tokens else "as written none"
+    far += f", with changes {format_tokens(best_tokens)}" if is_longer else ""
+    lines = [first.format(file=plain(reach.source)) + f"; {far}."]
+    if best is not None and is_longer:
+        is_scaled = best_tokens > native_tokens
+        _, facts, host = _facts_of(best, *usual, is_scaled=is_scaled, is_second=True)
+        what = listed([*reach.changes, *["YaRN"] * is_scaled])
+        takes = ", ".join(filter(None, (facts, host)))
+        lines.append(f"The longest, {_tokens(best_tokens, native_tokens)}, takes {what}: {takes}.")
+    else:
+        lines.append("No other setting in it that saves memory trains longer.")
+    chosen = answer or (changed and changed.chosen)
+    if chosen is None:
+        would = _would_fit(alternatives, is_scaled=asked > native_tokens)
+        lines.append(would or _lacking(prediction))
+    else:
+        how, facts, host = _facts_of(chosen, *usual, is_scaled=asked > native_tokens)
+        takes, words = "; ".join(filter(None, (facts, host))), f"As written, with {how}"
+        if answer is None:
+            own = changed and changed.changes and _changed(changed.changes)
+            words = f"For {format_tokens(asked)} tokens {own or f'change to {listed(reach.nearer)}'}"
+        lines.append(f"{words}: {takes}.")
+    return "\n".join(lines)
+
+
+def _as_written(prediction: Prediction, within: CellPrediction | None) -> tuple[str, int]:
+    """The first sentence on a user's ``{file}`` up to what its length leaves or lacks, and the
+    longest length that trains as it is written, of which ``within`` is predicted.
+    """
+    row, asked, answer = REGISTRY[prediction.trainer], prediction.length_tokens, prediction.answer
+    by = "Predicted"
+    if row.trains_by is not None:
+        by += f" as {REGISTRY[row.trains_by].title}'s step, no {row.title} run measured"
+    within_tokens = 0 if within is None else within.reach_tokens
+    degree = within.cell.layout.context_degree if within else 1
+    budget = within and within.cell.settings.longest_tokens(context_degree=degree)
+    assert asked is not None  # noqa: S101 (who calls has asked)
+    fits = "do not fit"
+    if budget is not None and budget < asked:
+        left = "beyond its token budget"
+    elif answer is None:
+        nearest, lacks_bytes = _nearest(prediction)
+        is_host, headroom_bytes = nearest.binding == "host", prediction.explained.headroom_bytes
+        lacks_bytes = lacks_bytes if is_host or headroom_bytes > 0 else -headroom_bytes
+        left = f"{format_bytes(lacks_bytes)}{' of host memory' * is_host} short"
+    else:
+        within_tokens = max(within_tokens, asked)
+        fits = "may fit" if answer.risk == "tight" else "fit"
+        left = f"{answer.risk}, {format_bytes(max(0, answer.headroom_bytes))} left"
+    where = f"{_gpus(prediction)}{_beside_vllm(prediction)}"
+    return f"{by}: {{file}}'s {format_tokens(asked)} tokens {fits} {where}, {left}", within_tokens
 
 
 def _of_allocation(prediction: Prediction) -> str:
@@ -295,9 +368,7 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
             lacks = f"{format_bytes(written.lacks_bytes or 0)} of host memory short"
         claim = f"{no}{surely} as {plain(found.own_file or '')} is written, {lacks}: "
     if written is not None and found.changes:
-        (change, *others), frees = found.changes, format_bytes(found.changes[0].frees_bytes)
-        more = f"; with {listed([each.words for each in others])} as well " if others else ", and "
-        claim += f"change to {change.words}{' first' * bool(others)} (frees {frees}){more}"
+        claim += f"{_changed(found.changes)}{' ' if len(found.changes) > 1 else ', and '}"
     source = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
     source += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
     source = "measured, in memory alone" if chosen.is_memory_only else source
@@ -306,6 +377,13 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
     claim += f"{plain(found.model_name)} trains {tokens} on {where}{how_many and f' ({how_many})'}"
     host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
     return _sentences_on(claim, chosen, *host, source=source, is_scaled=is_scaled)
+
+
+def _changed(changes: Sequence[FileChange]) -> str:
+    """Text of the changes to a user's file, the one that frees the most first."""
+    (change, *others), frees = changes, format_bytes(changes[0].frees_bytes)
+    more = f"; with {listed([each.words for each in others])} as well" if others else ""
+    return f"change to {change.words}{' first' * bool(others)} (frees {frees}){more}"
 
 
 def _tokens(length_tokens: int, native_tokens: int) -> str:
@@ -322,12 +400,17 @@ def _where(found: Prediction | Recommendation, target: str | None = None) -> str
     by = "" if found.trainer == OURS else by
     apart = found.rollout_gpus if isinstance(found, Recommendation) else 0
     by += f" and {apart} for rollout" if apart else ""
+    return f"{_gpus(found)}{by}{_beside_vllm(found)}"
+
+
+def _beside_vllm(found: Prediction | Recommendation) -> str:
+    """Text on vLLM's share of each GPU, unless it was typed, or there is none."""
     rollout = found.memory_limit.rollout if isinstance(found, Prediction) else found.rollout
-    if rollout is not None and (most := rollout.most_utilization) is not None:
-        taken = rollout.gpu_memory_utilization or 0.0
-        fits = f" ({f'up to {most}' if most > taken else 'no more'} fits)"
-        by += f" beside vLLM at {taken} of each GPU{fits * bool(most)}"
-    return f"{_gpus(found)}{by}"
+    if rollout is None or (most := rollout.most_utilization) is None:
+        return ""
+    taken = rollout.gpu_memory_utilization or 0.0
+    fits = f" ({f'up to {most}' if most > taken else 'no more'} fits)"
+    return f" beside vLLM at {taken} of each GPU{fits * bool(most)}"
 
 
 def _how_many(alternatives: Sequence[Alternative], gpus: int) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
 from highwater.errors import UsageError
+from highwater.memory.capacity import Prediction
 from highwater.memory.interval.residuals import unfit
 from highwater.memory.question import UNMEASURED, ZERO_NOTE
 from highwater.memory.trainers import MEMORY
@@ -19,7 +20,7 @@ from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR, TRAITS, RolloutRequest
 from highwater.nouns.request import DECLARED
 from highwater.nouns.settings import RUNG_ROWS, Settings, Strategy, listed
-from highwater.nouns.study import RecordedTrial, Study
+from highwater.nouns.study import Cell, RecordedTrial, Study
 from highwater.nouns.trainer import (
     FOREIGN,
     REGISTRY,
@@ -114,10 +115,29 @@ class FileSettings(NamedTuple):
     notes: tuple[str, ...]
 
 
+class FileReach(NamedTuple):
+    """How far a user's own file trains, as it is written and with changes."""
+
+    source: str
+    as_written: Prediction
+    changed: Prediction
+    """The longest length with whatever settings save memory, and one sequence at a time."""
+    changes: tuple[str, ...]
+    """What to change in the file for it, in its own keys; and in the environment."""
+    nearer: tuple[str, ...] = ()
+    """What to change for the length that was asked about; empty: nothing, or it is not known."""
+
+
 def settings_of(
-    trainer: TrainerName, path: Path, *, gpus: int, typed: Mapping[str, Any]
+    trainer: TrainerName,
+    path: Path,
+    *,
+    gpus: int,
+    typed: Mapping[str, Any],
+    length_tokens: int | None = None,
 ) -> FileSettings:
     """Read a step on ``gpus`` GPUs from a user's file of a trainer, without the ``typed`` settings.
+    A token budget in it that does not hold ``length_tokens``, or its own length, is left out.
 
     Raises UsageError for a file that cannot be read, and for fields that are not predicted.
     """
@@ -178,16 +198,50 @@ def settings_of(
     given |= {own for name, own in (("loss", "liger"), ("optimizer", "paged")) if name in given}
     taken = {name: value for name, value in found.items() if name not in given}
     refused = TRAINERS[trainer].refused(taken)
-    length_tokens = found.get("length") or _whole(config, words.length, source, usual=0) or None
+    file_tokens = found.get("length") or _whole(config, words.length, source, usual=0) or None
     if "ring" in refused:
-        raise _unshared(trainer, words.ring, source, found["ring"][0], length_tokens)
+        raise _unshared(trainer, words.ring, source, found["ring"][0], file_tokens)
     for name in refused:
         if taken[name] != RUNG_ROWS[name].default:
             value = "false" if name == "recompute" else taken[name]
             raise _unknown(source, _THEIRS.get(name, name), value)
     settings = {name: value for name, value in taken.items() if name not in refused}
+    longest = int(settings.get("token_budget", 0)) * settings.get("ulysses", [1])[0]
+    if 0 < longest < (length_tokens or file_tokens or 0):
+        del settings["token_budget"]
+        notes.append(f"the token budget of {source} holds {longest:,} tokens, and is left out")
     notes += [said for name, said in UNMEASURED.items() if settings.get(name, "none") != "none"]
-    return FileSettings(settings, length_tokens, tuple(notes))
+    return FileSettings(settings, file_tokens, tuple(notes))
+
+
+def tells_length(trainer: TrainerName) -> bool:
+    """True if a trainer's file says what is trained, and how long."""
+    return bool(FILE_WORDS[trainer].length or TARGETS[cast(Target, trainer)].words)
+
+
+def kept(trainer: TrainerName, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a file but those that a recommendation chooses itself."""
+    own = ("ulysses", "token_budget", "offload") if TARGETS[cast(Target, trainer)].words else ()
+    return {name: each for name, each in settings.items() if name not in (*SAVING, *own)}
+
+
+def reach_changes(
+    trainer: TrainerName, settings: Mapping[str, Any], cell: Cell, length_tokens: int
+) -> tuple[str, ...]:
+    """Changes to a file with these ``settings`` with which a cell trains a length."""
+    rows = cell.settings.sequences_per_micro_batch
+    words = TARGETS[cast(Target, trainer)].words
+    if not words:
+        own = {n: settings[n] for n in (*SAVING, "sequences_per_micro_batch") if n in settings}
+        before = cell.changed(**own, allocator="native").settings
+        return tuple(changes(trainer, before, cell.settings))
+    degree = cell.layout.context_degree
+    told = {"ulysses": degree, "token_budget": -(-rows * length_tokens // degree)}
+    told["offload"] = cell.settings.offloads_model
+    own = {**settings, "ulysses": settings.get("ulysses", [1])[0]}
+    named = {n: word for n, word in words.items() if word in told and told[word] != own.get(word)}
+    leaves = {n.rpartition(".")[2]: str(told[word]).lower() for n, word in named.items()}
+    return tuple(f"`{name}: {value}`" for name, value in leaves.items())
 
 
 _AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
