@@ -103,12 +103,8 @@ def predict(
         from highwater.trainers.user_file import settings_of
 
         is_asked = {row.name for row in TOPICS["lengths"]} & {*settings}
-        read = settings_of(
-            *(trainer, Path(own_file)),
-            gpus=where.gpus,
-            typed=settings,
-            length_tokens=1 if is_asked else length_tokens,
-        )
+        held = 0 if is_asked else length_tokens
+        read = settings_of(trainer, Path(own_file), gpus=where.gpus, typed=settings, length=held)
         settings, said = {**read.settings, **settings}, read.notes
         if length_tokens is None and not is_asked and read.length_tokens is not None:
             length_tokens = read.length_tokens

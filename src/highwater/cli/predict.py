@@ -31,13 +31,13 @@ from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.cluster import gpus_listed
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import LIST_PRICE_NOTE, default_host, gpu_catalog, runs_trials
-from highwater.nouns.recommendation import Recommendation
 from highwater.nouns.request import DECLARED, setting_flags, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, OF_OTHERS, TRAINERS, ForeignName, foreign_name
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import (
+    FileReach,
     accuracy_table,
     assumed_host,
     choice_answer,
@@ -55,7 +55,6 @@ from highwater.units import format_tokens
 
 if TYPE_CHECKING:
     from highwater.api.data_lengths import DataLengths
-    from highwater.trainers.user_file import FileReach
 
 _EXAMPLE = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
 _NOT_RECOMMENDED = tuple(row.flag for row in taken_by("predict", but_not="recommend"))
@@ -88,8 +87,6 @@ def predict(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
     ways, saved = _other_ways(arguments, prediction), _as_saved(arguments, prediction)
-    reach = _file_reach(arguments, prediction, ways.get("changed"))
-    ways |= {} if reach is None else {"of_file": reach}
     console.answer_page(
         in_lines(prediction_answer(prediction, as_saved=saved, **ways)),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
@@ -146,64 +143,51 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
 
 
 def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
-    """If nothing fits: the prediction without a length, alternatives, and a user's file with
-    changes. If a length may fit on one GPU: only alternatives, which say how many GPUs are safe.
+    """Of a user's file with a length: how far it trains. If nothing fits: the prediction without a
+    length, alternatives, and the file with changes. If a length may fit on one GPU: only
+    alternatives, which say how many GPUs are safe.
     """
     answer, asked = prediction.answer, prediction.length_tokens
-    is_told = answer is not None and (answer.capacity_tokens or not asked or prediction.gpus > 1)
-    if is_told or prediction.method != "formula" or arguments.calibrate:
+    if prediction.method != "formula" or arguments.calibrate:
         return {}
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     shared, longest = typed_place(arguments), None
-    if answer is None and asked is not None and "trainer_config" not in settings:
+    ways = _file_ways(prediction, model, shared, settings) if "trainer_config" in settings else {}
+    if answer is not None and (answer.capacity_tokens or not asked or prediction.gpus > 1):
+        return ways
+    if answer is None and asked is not None and not ways:
         longest = api_predict(model, constants=arguments.constants, **shared, **settings)
     length_tokens = asked or prediction.cells[0].does_not_fit_tokens
     if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
-        return {"longest": longest}
+        return {"longest": longest, **ways}
     from highwater.recommendation.recommend import recommend, what_would_fit
 
     if "trainer_config" not in settings:
         would = what_would_fit(model, length_tokens=length_tokens, **shared, **settings)
         return {"longest": longest, "alternatives": would}
-    found = recommend(model, length=length_tokens, **typed_place(arguments), **settings)
-    return {"longest": longest, "alternatives": found.alternatives, "changed": found}
+    found = recommend(model, length=length_tokens, **shared, **settings)
+    return {"longest": longest, "alternatives": found.alternatives, "changed": found, **ways}
 
 
-def _file_reach(
-    arguments: argparse.Namespace, prediction: Prediction, found: Recommendation | None
-) -> "FileReach | None":
-    """How far the user's file trains as it is and with changes, and those ``found`` for its length;
-    None if no length is asked about, or the file says only how processes share the work.
+def _file_ways(
+    prediction: Prediction, model: str, shared: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """How far a user's file trains as it is and with changes, as ``of_file``; empty without a
+    length, and of a file that says only how processes share the work.
     """
-    model, settings = named_model(arguments, [], example=_EXAMPLE)
-    if "trainer_config" not in settings or prediction.length_tokens is None:
-        return None
-    from highwater.trainers.user_file import (
-        FileReach,
-        kept,
-        reach_changes,
-        settings_of,
-        tells_length,
-    )
+    from highwater.trainers.user_file import FILE_WORDS, settings_of
 
-    trainer, typed, place = prediction.trainer, dict(settings), typed_place(arguments)
-    if not tells_length(trainer) or prediction.method != "formula" or arguments.calibrate:
-        return None
+    typed, trainer = dict(settings), prediction.trainer
     path = Path(typed.pop("trainer_config"))
-    own = settings_of(trainer, path, gpus=prediction.gpus, typed=typed, length_tokens=1).settings
+    read = settings_of(trainer, path, gpus=prediction.gpus, typed=typed)
+    if prediction.length_tokens is None or not (read.words or FILE_WORDS[trainer].length):
+        return {}
+    shared = {**shared, "max_length": "1m"}
     rows = prediction.explained.cell.settings.traits.documents_together
-    others = {**kept(trainer, own), "sequences_per_micro_batch": rows, **typed}
-    place["max_length"] = "1m"
-    changed = api_predict(model, **place, **others)
-    best, near = changed.answer, found and found.chosen
-    tokens = prediction.length_tokens
-    return FileReach(
-        source=path.name,
-        as_written=api_predict(model, **place, **settings),
-        changed=changed,
-        changes=reach_changes(trainer, own, best.cell, best.reach_tokens) if best else (),
-        nearer=reach_changes(trainer, own, near.cell, tokens) if near else (),
-    )
+    others = {**read.kept, "sequences_per_micro_batch": rows, **typed}
+    as_written = api_predict(model, **shared, **settings)
+    longest = api_predict(model, **shared, **others)
+    return {"of_file": FileReach(read, path.name, as_written.answer, longest.answer)}
 
 
 def _as_saved(arguments: argparse.Namespace, prediction: Prediction) -> Prediction | None:

@@ -6,7 +6,7 @@ below a table, or all notes (``prediction.txt.j2``).
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.constants import GENERATION, Term
@@ -47,7 +47,7 @@ from highwater.units import GIB, counted, format_bytes, format_seconds, format_s
 if TYPE_CHECKING:
     from highwater.api.data_lengths import DataLengths, KeptLength
     from highwater.api.gpu_choice import GpuChoice
-    from highwater.trainers.user_file import FileReach
+    from highwater.trainers.user_file import FileSettings
 
 _LACKS = {
     "device": "of each GPU",
@@ -56,6 +56,17 @@ _LACKS = {
 }
 _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Tight", None: "Yes"}
 """First word of an answer about one length; older files have no risk."""
+
+
+class FileReach(NamedTuple):
+    """How far a user's own file trains."""
+
+    read: "FileSettings"
+    source: str
+    as_written: CellPrediction | None
+    """The cell with the longest length as it is written; None: no length trains."""
+    changed: CellPrediction | None
+    """The same with all settings that save memory, and one sequence at a time."""
 
 
 def in_lines(answer: str) -> str:
@@ -72,7 +83,7 @@ def prediction_answer(
     alternatives: Sequence[Alternative] = (),
     changed: Recommendation | None = None,
     as_saved: Prediction | None = None,
-    of_file: "FileReach | None" = None,
+    of_file: FileReach | None = None,
 ) -> str:
     """Sentences on how far a model trains, and with which settings; at one length, whether it
     trains. If nothing fits, they name what would: a shorter length, from ``longest``, the
@@ -102,70 +113,74 @@ def prediction_answer(
 
 def _of_file(
     prediction: Prediction,
-    reach: "FileReach",
+    reach: FileReach,
     changed: Recommendation | None,
     alternatives: Sequence[Alternative],
 ) -> str:
     """Lines on a user's own file: whose step is predicted, whether its length fits as it is written
     and how far it trains so and with changes; these changes; and the least for its own length.
     """
-    answer, best = prediction.answer, reach.changed.answer
+    from highwater.trainers.user_file import reach_changes  # only a file needs it
+
     asked, native_tokens = prediction.length_tokens or 0, prediction.native_length_tokens
     usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
-    best_tokens = 0 if best is None else best.reach_tokens
-    first, within_tokens = _as_written(prediction, reach.as_written.answer)
-    is_longer = best is not None and best_tokens > within_tokens and reach.changes
-    far = f"as written {format_tokens(within_tokens)} train" if within_tokens else "as written none"
-    far += f", with changes {format_tokens(best_tokens)}" if is_longer else ""
-    lines = [first.format(file=plain(reach.source)) + f"; {far}."]
-    if best is not None and is_longer:
-        is_scaled = best_tokens > native_tokens
-        _, facts, host = _facts_of(best, *usual, is_scaled=is_scaled, is_second=True)
-        what = listed([*reach.changes, *["YaRN"] * is_scaled])
-        takes = ", ".join(filter(None, (facts, host)))
-        lines.append(f"The longest, {_tokens(best_tokens, native_tokens)}, takes {what}: {takes}.")
+    first, within_tokens = _as_written(prediction, reach)
+    best, made = reach.changed, ()
+    if best is not None and best.reach_tokens > within_tokens:
+        made = reach_changes(reach.read, prediction.trainer, best.cell, best.reach_tokens)
+    far = [f"as written {format_tokens(within_tokens)} train"] * bool(within_tokens)
+    far += [f"with changes {format_tokens(best.reach_tokens)}"] if best and made else []
+    lines = [f"{first}; {', '.join(far) or 'as written none'}."]
+    none = "trains longer" if within_tokens else "changes that"
+    if best is None or not made:
+        lines.append(f"No setting in it that saves memory {none}.")
     else:
-        lines.append("No other setting in it that saves memory trains longer.")
-    chosen = answer or (changed and changed.chosen)
+        is_scaled = best.reach_tokens > native_tokens
+        _, *told = _facts_of(best, *usual, is_scaled=is_scaled, is_second=True)
+        longest, what = _tokens(best.reach_tokens, native_tokens), [*made, *["YaRN"] * is_scaled]
+        lines.append(
+            f"The longest, {longest}, takes {listed(what)}: {', '.join(filter(None, told))}."
+        )
+    chosen = prediction.answer or (changed and changed.chosen)
     if chosen is None:
-        would = _would_fit(alternatives, is_scaled=asked > native_tokens)
-        lines.append(would or _lacking(prediction))
-    else:
-        how, facts, host = _facts_of(chosen, *usual, is_scaled=asked > native_tokens)
-        takes, words = "; ".join(filter(None, (facts, host))), f"As written, with {how}"
-        if answer is None:
-            own = changed and changed.changes and _changed(changed.changes)
-            words = f"For {format_tokens(asked)} tokens {own or f'change to {listed(reach.nearer)}'}"
-        lines.append(f"{words}: {takes}.")
-    return "\n".join(lines)
+        lines.append(
+            _would_fit(alternatives, is_scaled=asked > native_tokens) or _lacking(prediction)
+        )
+        return "\n".join(lines)
+    how, *told = _facts_of(chosen, *usual, is_scaled=asked > native_tokens)
+    words = f"As written, with {how}"
+    if prediction.answer is None:
+        made = reach_changes(reach.read, prediction.trainer, chosen.cell, asked)
+        own = f"change to {listed(made)}" if made else f"with {how}"
+        own = _changed(changed.changes) if changed and changed.changes else own
+        words = f"For {format_tokens(asked)} tokens {own}"
+    return "\n".join((*lines, f"{words}: {'; '.join(filter(None, told))}."))
 
 
-def _as_written(prediction: Prediction, within: CellPrediction | None) -> tuple[str, int]:
-    """The first sentence on a user's ``{file}`` up to what its length leaves or lacks, and the
-    longest length that trains as it is written, of which ``within`` is predicted.
+def _as_written(prediction: Prediction, reach: FileReach) -> tuple[str, int]:
+    """The first sentence on a user's own file, up to what its length leaves or lacks; and the
+    longest length that trains as it is written.
     """
     row, asked, answer = REGISTRY[prediction.trainer], prediction.length_tokens, prediction.answer
-    by = "Predicted"
+    by, within, shown = "Predicted", reach.as_written, prediction.explained
     if row.trains_by is not None:
-        by += f" as {REGISTRY[row.trains_by].title}'s step, no {row.title} run measured"
-    within_tokens = 0 if within is None else within.reach_tokens
-    degree = within.cell.layout.context_degree if within else 1
-    budget = within and within.cell.settings.longest_tokens(context_degree=degree)
-    assert asked is not None  # noqa: S101 (who calls has asked)
-    fits = "do not fit"
-    if budget is not None and budget < asked:
+        by += f" as {REGISTRY[row.trains_by].title}'s step, {row.title}'s own unmeasured"
+    within_tokens, fits = 0 if within is None else within.reach_tokens, "does not fit"
+    budget_tokens = within and within.cell.settings.token_budget_tokens
+    if budget_tokens != shown.cell.settings.token_budget_tokens and within is not None:
         left = "beyond its token budget"
     elif answer is None:
         nearest, lacks_bytes = _nearest(prediction)
-        is_host, headroom_bytes = nearest.binding == "host", prediction.explained.headroom_bytes
-        lacks_bytes = lacks_bytes if is_host or headroom_bytes > 0 else -headroom_bytes
-        left = f"{format_bytes(lacks_bytes)}{' of host memory' * is_host} short"
+        is_of_host = nearest.binding == "host"
+        lacks_bytes = lacks_bytes if is_of_host else max(-shown.headroom_bytes, 0) or lacks_bytes
+        left = f"{format_bytes(lacks_bytes)}{' of host memory' * is_of_host} short"
     else:
-        within_tokens = max(within_tokens, asked)
-        fits = "may fit" if answer.risk == "tight" else "fit"
+        within_tokens = max(within_tokens, asked or 0)
+        fits = "may fit" if answer.risk == "tight" else "fits"
         left = f"{answer.risk}, {format_bytes(max(0, answer.headroom_bytes))} left"
+    which = f"{plain(reach.source)} at {format_tokens(asked or 0)} tokens"
     where = f"{_gpus(prediction)}{_beside_vllm(prediction)}"
-    return f"{by}: {{file}}'s {format_tokens(asked)} tokens {fits} {where}, {left}", within_tokens
+    return f"{by}: {which} {fits} {where}, {left}", within_tokens
 
 
 def _of_allocation(prediction: Prediction) -> str:

@@ -100,12 +100,11 @@ def recommend(
         )
     own_file, read = settings.pop("trainer_config", None), None
     if own_file is not None:
-        from highwater.trainers.user_file import kept, settings_of  # without a file no YAML
+        from highwater.trainers.user_file import settings_of  # without a file no YAML
 
         own_file = Path(own_file)
         read = settings_of(known, own_file, gpus=where.gpus, typed=settings)
-        settings = {**kept(known, read.settings), **settings}
-        length = length or read.length_tokens
+        settings, length = {**read.kept, **settings}, length or read.length_tokens
     if length is None:
         raise UsageError("no length is named", hint="name one, for example `--length 32k`")
     goal = goal_of(model, parse_tokens(str(length)), where, limit, known, settings, rollout_gpus)

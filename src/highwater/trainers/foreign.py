@@ -137,7 +137,7 @@ def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
     return {str(name): value for name, value in cast(dict[Any, Any], read).items()}
 
 
-def dotted_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
+def flat_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
     """Fields by dotted names, of sections in YAML, or of overrides ``a.b=1`` in a shell's command.
     A value that refers to another field is that field's. Raises UsageError for other content.
     """

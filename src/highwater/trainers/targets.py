@@ -52,28 +52,15 @@ class Emit(Protocol):
         ...
 
 
-class Always(NamedTuple):
-    """A value that a configuration always has, and without which nobody predicts memory."""
-
-    value: Value
-    beside: str = ""
-    """The setting beside which alone it is written; empty: it always is."""
-
-
-Words = Mapping[str, "str | Always"]
-"""A trainer's names, in order: of fields of ``Request``, of others that ``emit`` tells, and of
-values that are always so. ``emit`` writes by them, and a user's file is read by them."""
+Words = Mapping[str, Value]
+"""A trainer's names in order, each with the setting that it has, as text, or with its value, if
+there is only one. ``emit`` writes by them, and a user's file is read by them."""
 
 
 def written(words: Words, told: Mapping[str, Value]) -> dict[str, Value]:
-    """The values of a configuration: those of the fields that are ``told``, and all others."""
-    found: dict[str, Value] = {}
-    for name, word in words.items():
-        if isinstance(word, str):
-            found |= {name: told[word]} if word in told else {}
-        elif not word.beside or word.beside in told:
-            found[name] = word.value
-    return found
+    """The values of a configuration: those of settings that are ``told``, and all others."""
+    named = ((n, told.get(word) if isinstance(word, str) else word) for n, word in words.items())
+    return {name: value for name, value in named if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +85,7 @@ class EmitTarget:
     knows: frozenset[str]
     """Settings, by the names that users type, that the configuration sets or declares impossible.
     Others have to be at their defaults, so that a new setting is refused until it is listed."""
-    words: Words = field(default_factory=dict[str, "str | Always"])
+    words: Words = field(default_factory=dict[str, Value])
     """Its names, by which its own files are read, too; empty: ``user_file.json`` has those."""
 
 

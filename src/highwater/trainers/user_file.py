@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 from highwater.errors import UsageError
-from highwater.memory.capacity import Prediction
 from highwater.memory.interval.residuals import unfit
 from highwater.memory.question import UNMEASURED, ZERO_NOTE
 from highwater.memory.trainers import MEMORY
@@ -18,29 +17,17 @@ from highwater.nouns.codec import Record, packaged
 from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR, TRAITS, RolloutRequest
-from highwater.nouns.request import DECLARED
-from highwater.nouns.settings import RUNG_ROWS, Settings, Strategy, listed
+from highwater.nouns.settings import RUNG_ROWS, Settings, listed
 from highwater.nouns.study import Cell, RecordedTrial, Study
-from highwater.nouns.trainer import (
-    FOREIGN,
-    REGISTRY,
-    TRAINERS,
-    Target,
-    TrainerName,
-    trainer_title,
-)
-from highwater.trainers.foreign import (
-    dotted_fields,
-    fsdp_keys,
-    launcher_of,
-    mapping_in,
-    yaml_fields,
-)
-from highwater.trainers.targets import TARGETS, Always
+from highwater.nouns.trainer import FOREIGN, REGISTRY, TRAINERS, Target, TrainerName
+from highwater.trainers.foreign import flat_fields, fsdp_keys, launcher_of, mapping_in, yaml_fields
+from highwater.trainers.targets import TARGETS, Words
 
 FileFields = Mapping[str, Any]
 SAVING = ("allocator", "loss", "liger", "activations", "recompute")
 """Settings in a file that a recommendation chooses itself."""
+_CHOSEN = ("ulysses", "token_budget", "offload")
+"""Further ones in files that are read by the words of ``emit``."""
 
 
 class FileWords(Record, frozen=True, kw_only=True):
@@ -68,10 +55,10 @@ class FileWords(Record, frozen=True, kw_only=True):
     on_host: tuple[str, ...] = ()
     """Fields that put layers' activations into host memory."""
     optimizer: str = "optim"
-    ring: tuple[str, str] = ("", "")
-    """Field of the GPUs that share a sequence by ring attention, and what does it there."""
+    ring: str = ""
+    """Field of the number of GPUs that share a sequence by ring attention."""
     returns: tuple[str, ...] = ()
-    """Fields that put states into host memory from where they return for each update."""
+    """Fields that put states into host memory, from where they return for each update."""
     refused: tuple[str, ...] = ()
     """Fields with effects that are not predicted, besides those of every trainer."""
     passed: tuple[str, ...] = ()
@@ -90,9 +77,8 @@ class _AllWords(Record, frozen=True, kw_only=True):
 
 _ALL = packaged("trainers/user_file.json", _AllWords)
 FILE_WORDS: Mapping[TrainerName, FileWords] = _ALL.trainers
-_USUAL = (1, -1, "none", "sft")
+_USUAL = (1, -1, "none", "sft", "grpo", "vllm", "fsdp", "fsdp2", "fp32")
 """Values of refused fields that have no such effect."""
-_PARTS = ("prompt", "response")
 _OPTIMIZERS = {
     "adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit",
     "adamw": r"adamw(_torch\w*)?|paged_adamw(_32bit)?",
@@ -113,31 +99,21 @@ class FileSettings(NamedTuple):
     """Fields of ``Request``."""
     length_tokens: int | None
     notes: tuple[str, ...]
+    words: Words
+    """The words of ``emit`` by which the file was read; empty: it has ``FileWords`` of its own."""
 
-
-class FileReach(NamedTuple):
-    """How far a user's own file trains, as it is written and with changes."""
-
-    source: str
-    as_written: Prediction
-    changed: Prediction
-    """The longest length with whatever settings save memory, and one sequence at a time."""
-    changes: tuple[str, ...]
-    """What to change in the file for it, in its own keys; and in the environment."""
-    nearer: tuple[str, ...] = ()
-    """What to change for the length that was asked about; empty: nothing, or it is not known."""
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The settings but for those that a recommendation chooses itself."""
+        chosen = (*SAVING, *(_CHOSEN if self.words else ()))
+        return {name: value for name, value in self.settings.items() if name not in chosen}
 
 
 def settings_of(
-    trainer: TrainerName,
-    path: Path,
-    *,
-    gpus: int,
-    typed: Mapping[str, Any],
-    length_tokens: int | None = None,
+    trainer: TrainerName, path: Path, *, gpus: int, typed: Mapping[str, Any], length: int | None = 0
 ) -> FileSettings:
-    """Read a step on ``gpus`` GPUs from a user's file of a trainer, without the ``typed`` settings.
-    A token budget in it that does not hold ``length_tokens``, or its own length, is left out.
+    """Read a step on ``gpus`` GPUs from a user's file of a trainer, without the ``typed`` settings,
+    and without a token budget that does not hold a ``length`` (None: the file's own).
 
     Raises UsageError for a file that cannot be read, and for fields that are not predicted.
     """
@@ -148,17 +124,17 @@ def settings_of(
         )
     words, source = FILE_WORDS[trainer], path.name
     own = TARGETS[cast(Target, trainer)].words
-    read = dotted_fields if own else yaml_fields
+    read = flat_fields if own else yaml_fields
     config = read(file_content(path), path, hint=f"name the file that {trainer} takes")
     launcher = launcher_of(config, path) if words.length else config
     for name in (*_ALL.refused, *words.refused):
         value = config.get(name)
-        if name != words.ring[0] and value and (value is True or value not in _USUAL):
-            raise _unknown(source, name, value)
+        if value and (value is True or value not in _USUAL):
+            is_ring = name == words.ring
+            raise _unshared(trainer, source, value) if is_ring else _unknown(source, name, value)
     notes: list[str] = []
     is_known = not TRAINERS[trainer].refused(["deepspeed"])
-    found = _by_words(trainer, config, source, gpus, notes) if own else {}
-    found = found or _sharing(config, launcher, path, gpus)
+    found = {} if own else _sharing(config, launcher, path, gpus)
     if not is_known and found.get("deepspeed") == "zero3":
         notes.append(ZERO_NOTE)
         found = {}
@@ -180,73 +156,41 @@ def settings_of(
         if found.get("lora_base") == "nf4" and found.get("deepspeed") == "zero2":
             notes.append("ZeRO-2 beside a model in NF4 is taken as DDP, which shares nothing")
             found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
-        found |= {"ring": [ring]} if (ring := _whole(config, words.ring[0], source)) > 1 else {}
     elif own:
+        found = _by_words(own, config, source, gpus, notes)
         if any(config.get(name) for name in words.returns):
-            where = listed([name.rpartition(".")[2] for name in words.returns])
-            notes.append(f"{where}: states return for the update, at whose peak they are counted")
+            notes.append("states that return for each update are counted at its peak, as they are")
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, words.targets, words.optimizer, *_ALL.known, *_ALL.refused}
     known |= {*words.rank, *words.alpha, *words.fused, *words.on_host}
-    known |= {*words.passed, *words.refused, *words.returns, *own, words.ring[0]}
+    known |= {*words.passed, *words.refused, *words.returns, *own}
     left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
-    given = {*typed, *MEMORY[trainer].fixed_fields(found)} | ({*found} - {*DECLARED})
+    length_tokens = found.pop("length", _whole(config, words.length, source, usual=0)) or None
+    given = {*typed, *MEMORY[trainer].fixed_fields(found)}
     # a field that belongs to a typed setting is not taken from the file
     given |= {own for name, own in (("loss", "liger"), ("optimizer", "paged")) if name in given}
     taken = {name: value for name, value in found.items() if name not in given}
     refused = TRAINERS[trainer].refused(taken)
-    file_tokens = found.get("length") or _whole(config, words.length, source, usual=0) or None
-    if "ring" in refused:
-        raise _unshared(trainer, words.ring, source, found["ring"][0], file_tokens)
     for name in refused:
         if taken[name] != RUNG_ROWS[name].default:
             value = "false" if name == "recompute" else taken[name]
             raise _unknown(source, _THEIRS.get(name, name), value)
     settings = {name: value for name, value in taken.items() if name not in refused}
-    longest = int(settings.get("token_budget", 0)) * settings.get("ulysses", [1])[0]
-    if 0 < longest < (length_tokens or file_tokens or 0):
-        del settings["token_budget"]
-        notes.append(f"the token budget of {source} holds {longest:,} tokens, and is left out")
     notes += [said for name, said in UNMEASURED.items() if settings.get(name, "none") != "none"]
-    return FileSettings(settings, file_tokens, tuple(notes))
-
-
-def tells_length(trainer: TrainerName) -> bool:
-    """True if a trainer's file says what is trained, and how long."""
-    return bool(FILE_WORDS[trainer].length or TARGETS[cast(Target, trainer)].words)
-
-
-def kept(trainer: TrainerName, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a file but those that a recommendation chooses itself."""
-    own = ("ulysses", "token_budget", "offload") if TARGETS[cast(Target, trainer)].words else ()
-    return {name: each for name, each in settings.items() if name not in (*SAVING, *own)}
-
-
-def reach_changes(
-    trainer: TrainerName, settings: Mapping[str, Any], cell: Cell, length_tokens: int
-) -> tuple[str, ...]:
-    """Changes to a file with these ``settings`` with which a cell trains a length."""
-    rows = cell.settings.sequences_per_micro_batch
-    words = TARGETS[cast(Target, trainer)].words
-    if not words:
-        own = {n: settings[n] for n in (*SAVING, "sequences_per_micro_batch") if n in settings}
-        before = cell.changed(**own, allocator="native").settings
-        return tuple(changes(trainer, before, cell.settings))
-    degree = cell.layout.context_degree
-    told = {"ulysses": degree, "token_budget": -(-rows * length_tokens // degree)}
-    told["offload"] = cell.settings.offloads_model
-    own = {**settings, "ulysses": settings.get("ulysses", [1])[0]}
-    named = {n: word for n, word in words.items() if word in told and told[word] != own.get(word)}
-    leaves = {n.rpartition(".")[2]: str(told[word]).lower() for n, word in named.items()}
-    return tuple(f"`{name}: {value}`" for name, value in leaves.items())
+    budget_tokens = int(settings.get("token_budget", 0)) * settings.get("ulysses", [1])[0]
+    if 0 < budget_tokens < ((length_tokens if length is None else length) or 0):
+        del settings["token_budget"]
+        notes.append(f"the token budget of {source} holds {budget_tokens:,}, and is left out")
+    return FileSettings(settings, length_tokens, tuple(notes), own)
 
 
 _AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "ulysses": lambda degree: [degree],
     "activations": lambda is_on_host: "host" if is_on_host else "gpu",
+    "sleep_level": lambda is_asleep: None if is_asleep else 0,
     "lora_alpha": float,
     "lora_targets": lambda names: ",".join(names) if isinstance(names, list) else str(names),
 }
@@ -254,45 +198,48 @@ _AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _by_words(
-    trainer: TrainerName, config: FileFields, source: str, gpus: int, notes: list[str]
+    words: Words, config: FileFields, source: str, gpus: int, notes: list[str]
 ) -> dict[str, Any]:
-    """Settings from a file by the words with which ``emit`` writes one, the first word of each; the
-    length; and other words of ``emit``. UsageError for other values of what is always so.
+    """Settings, and the length, from a file by the words with which ``emit`` writes one. Raises
+    UsageError for other values of what has only one.
     """
-    words = TARGETS[cast(Target, trainer)].words
     keys: dict[str, str] = {}
     for key, word in words.items():
-        value = config.get(key)
-        if isinstance(word, str) and value is not None:
+        if config.get(key) is not None and isinstance(word, str):
             keys.setdefault(word, key)
-        elif isinstance(word, Always) and value not in (None, word.value):
-            raise _unknown(source, key, value)
+        elif config.get(key) not in (None, word):
+            raise _unknown(source, key, config[key])
     found = {n: _AS_FIELDS.get(n, lambda v: v)(config[key]) for n, key in keys.items()}
-    if not found.get("lora"):
-        found = {name: value for name, value in found.items() if not name.startswith("lora")}
-    if found.get("rollout", "vllm") != "vllm":
-        raise _unknown(source, keys["rollout"], found["rollout"])
-    parts = [_whole(config, keys.get(f"{each}_tokens", ""), source, usual=512) for each in _PARTS]
     if "response_tokens" in keys:
-        found["length"] = sum(parts)
-    fixed = MEMORY[trainer].fixed_fields(found)
-    for name in ("objective", "strategy"):
-        value = found.get(name, fixed[name])
-        if value == fixed[name]:
-            continue
-        if value not in get_args(Strategy):
-            raise _unknown(source, keys[name], value)
-        notes.append(f"{source} has {name}: {value}, which is taken as {fixed[name]}")
+        parts = ("prompt_tokens", "response_tokens")
+        found["length"] = sum(_whole(config, keys.get(n, ""), source, usual=512) for n in parts)
     if (of_file := found.get("gpus", gpus)) != gpus:
         notes.append(f"{source} is for {of_file} GPUs, and {gpus} are asked about")
-    left_out = {"gpus", "model"}
-    left_out |= set() if "rollout" in found else {*RolloutRequest.__struct_fields__}
-    return {"offload": False, **{n: v for n, v in found.items() if n not in left_out}}
+    names = {"length", "offload", "ulysses", "token_budget", "activations"}
+    names |= {*RolloutRequest.__struct_fields__} if "rollout" in found else set()
+    names |= {"lora", "lora_alpha", "lora_targets"} if found.get("lora") else set()
+    return {"offload": False, **{n: value for n, value in found.items() if n in names}}
+
+
+def reach_changes(
+    read: FileSettings, trainer: TrainerName, cell: Cell, length_tokens: int
+) -> tuple[str, ...]:
+    """Changes to a file, as it is ``read``, with which a cell trains a length."""
+    settings, own = cell.settings, read.settings
+    if not read.words:
+        taken = {n: own[n] for n in (*SAVING, "sequences_per_micro_batch") if n in own}
+        return tuple(changes(trainer, settings.replace(**taken, allocator="native"), settings))
+    degree, rows = cell.layout.context_degree, settings.sequences_per_micro_batch
+    told = {"ulysses": [degree], "token_budget": -(-rows * length_tokens // degree)}
+    told["offload"] = settings.offloads_model
+    named = {n: told[w] for n, w in read.words.items() if w in told and told[w] != own.get(w)}
+    leaves = {n.rpartition(".")[2]: str(v).lower().strip("[]") for n, v in named.items()}
+    return tuple(f"`{name}: {value}`" for name, value in leaves.items())
 
 
 def model_in(path: Path) -> str | None:
     """The model that a user's file names, by any trainer's field; None if it names none."""
-    config = dotted_fields(file_content(path), path, hint="name the file that your trainer takes")
+    config = flat_fields(file_content(path), path, hint="name the file that your trainer takes")
     names = ["base_model", "model_name_or_path", "model"]
     names += [name for row in TARGETS.values() for name in row.words if row.words[name] == "model"]
     return next((str(config[name]) for name in names if config.get(name)), None)
@@ -515,18 +462,15 @@ def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int
     return int(value)
 
 
-def _unshared(
-    trainer: TrainerName, ring: tuple[str, str], source: str, degree: int, length: int | None
-) -> UsageError:
-    """The error for a ring in a file of a trainer whose step is not predicted with any."""
-    name, words = ring
-    step = trainer_title(REGISTRY[trainer].trains_by or trainer)
-    flags = f"--ring {degree}{f' --length {length}' if length else ''}"
+def _unshared(trainer: TrainerName, source: str, degree: int) -> UsageError:
+    """The error for a ring in the file of a trainer whose step is not predicted with any."""
+    row, name = REGISTRY[trainer], FILE_WORDS[trainer].ring
+    step = REGISTRY[row.trains_by or trainer].title
     return UsageError(
-        f"{source} has {name}: {degree}, ring attention over {degree} GPUs ({words}): nobody knows "
-        f"the memory of {step}'s step, as which {trainer_title(trainer)} is predicted, with a ring",
-        hint=f"take `{name}` out of it to predict the rest; or ask it of this package's engine, "
-        f"whose ring is predicted: `{flags}` in the place of `--trainer` and `--trainer-config`",
+        f"{source} has {name}: {degree}, ring attention over {degree} GPUs, and {step}'s step, as "
+        f"which {row.title} is predicted, is not predicted with a ring",
+        hint=f"take `{name}` out of it to predict the rest; of this package's engine the ring is "
+        f"predicted: use `--ring {degree}` in the place of `--trainer` and `--trainer-config`",
     )
 
 

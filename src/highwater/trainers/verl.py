@@ -21,15 +21,7 @@ from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.objective import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import Dialect, Emitted, Value, literal, model_lies, yarn_lines
-from highwater.trainers.targets import (
-    OF_ALL,
-    OF_LORA,
-    OF_ROLLOUT,
-    Always,
-    EmitTarget,
-    Words,
-    written,
-)
+from highwater.trainers.targets import OF_ALL, OF_LORA, OF_ROLLOUT, EmitTarget, Words, written
 
 VERSION = "0.9.1"
 _WORDS = Dialect("verl", "verl", VERSION)
@@ -91,31 +83,31 @@ WORDS: Words = {
     "algorithm.adv_estimator": "objective",
     "data.max_prompt_length": "prompt_tokens",
     "data.max_response_length": "response_tokens",
-    "trainer.nnodes": Always(1),
+    "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": "gpus",
     _PATH: "model",
-    f"{_MODEL}.use_remove_padding": Always(True),
-    f"{_MODEL}.enable_gradient_checkpointing": Always(True),
+    f"{_MODEL}.use_remove_padding": True,
+    f"{_MODEL}.enable_gradient_checkpointing": True,
     f"{_MODEL}.enable_activation_offload": "activations",
     f"{_ACTOR}.strategy": "strategy",
     f"{_ACTOR}.ulysses_sequence_parallel_size": "ulysses",
-    f"{_ACTOR}.use_dynamic_bsz": Always(True),
+    f"{_ACTOR}.use_dynamic_bsz": True,
     f"{_ACTOR}.ppo_max_token_len_per_gpu": "token_budget",
     f"{_ACTOR}.fsdp_config.offload_policy": "offload",
-    f"{_REF}.log_prob_use_dynamic_bsz": Always(True),
+    f"{_REF}.log_prob_use_dynamic_bsz": True,
     f"{_REF}.log_prob_max_token_len_per_gpu": "token_budget",
     f"{_ROLLOUT}.name": "rollout",
-    f"{_ROLLOUT}.log_prob_use_dynamic_bsz": Always(True),
+    f"{_ROLLOUT}.log_prob_use_dynamic_bsz": True,
     f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": "token_budget",
     f"{_ROLLOUT}.max_model_len": "length",
     f"{_ROLLOUT}.gpu_memory_utilization": "gpu_memory_utilization",
     f"{_ROLLOUT}.tensor_model_parallel_size": "rollout_tensor_parallel",
     f"{_ROLLOUT}.max_num_seqs": "rollout_sequences",
-    f"{_ROLLOUT}.free_cache_engine": Always(True, beside="gpu_memory_utilization"),
+    f"{_ROLLOUT}.free_cache_engine": "sleep_level",
     f"{_MODEL}.lora_rank": "lora",
     f"{_MODEL}.lora_alpha": "lora_alpha",
     f"{_MODEL}.target_modules": "lora_targets",
-    f"{_ACTOR}.fsdp_config.model_dtype": Always("fp32", beside="lora"),
+    f"{_ACTOR}.fsdp_config.model_dtype": "adapters_dtype",
     f"{_ROLLOUT}.load_format": "load_format",
 }
 
@@ -126,20 +118,20 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         "objective": settings.objective,
         "gpus": found.gpus,
         "model": model_path,
+        **({"activations": True} if settings.activations == "host" else {}),
         "strategy": settings.strategy,
         "ulysses": chosen.cell.layout.ulysses_degree,
         "token_budget": chosen.token_budget_tokens,
         "offload": settings.offloads_model,
         "rollout": "vllm",
         "length": found.length_tokens,
-        **_lora_values(settings.adapters),
     }
-    told |= {"activations": True} if settings.activations == "host" else {}
     if rollout is not None:
         told["gpu_memory_utilization"] = rollout.gpu_memory_utilization or 0
         told["rollout_tensor_parallel"] = rollout.rollout_tensor_parallel
         told["rollout_sequences"] = rollout.rollout_sequences or 0
-    return written(WORDS, told)
+        told["sleep_level"] = True
+    return written(WORDS, told | _lora_values(settings.adapters))
 
 
 def _lora_values(lora: Lora | None) -> dict[str, Value]:
@@ -155,6 +147,7 @@ def _lora_values(lora: Lora | None) -> dict[str, Value]:
         "lora": lora.rank,
         "lora_alpha": _WORDS.whole_alpha(lora),
         "lora_targets": f"[{','.join(lora.names)}]" if lora.names else lora.targets,
+        "adapters_dtype": "fp32",
         "load_format": "safetensors",
     }
 
