@@ -37,7 +37,6 @@ from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, OF_OTHERS, TRAINERS, ForeignName, foreign_name
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import (
-    FileReach,
     accuracy_table,
     assumed_host,
     choice_answer,
@@ -172,7 +171,7 @@ def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[s
 def _file_ways(
     prediction: Prediction, model: str, shared: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """How far a user's file trains as it is and with changes, as ``of_file``; empty without a
+    """What a user's file says, and how far it trains as it is and with changes; empty without a
     length, and of a file that says only how processes share the work.
     """
     from highwater.trainers.user_file import FILE_WORDS, settings_of
@@ -185,9 +184,8 @@ def _file_ways(
     shared = {**shared, "max_length": "1m"}
     rows = prediction.explained.cell.settings.traits.documents_together
     others = {**read.kept, "sequences_per_micro_batch": rows, **typed}
-    as_written = api_predict(model, **shared, **settings)
-    longest = api_predict(model, **shared, **others)
-    return {"of_file": FileReach(read, path.name, as_written.answer, longest.answer)}
+    longest = api_predict(model, **shared, **settings)
+    return {"read": read, "longest": longest, "farthest": api_predict(model, **shared, **others)}
 
 
 def _as_saved(arguments: argparse.Namespace, prediction: Prediction) -> Prediction | None:

@@ -6,7 +6,7 @@ below a table, or all notes (``prediction.txt.j2``).
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.constants import GENERATION, Term
@@ -58,17 +58,6 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 """First word of an answer about one length; older files have no risk."""
 
 
-class FileReach(NamedTuple):
-    """How far a user's own file trains."""
-
-    read: "FileSettings"
-    source: str
-    as_written: CellPrediction | None
-    """The cell with the longest length as it is written; None: no length trains."""
-    changed: CellPrediction | None
-    """The same with all settings that save memory, and one sequence at a time."""
-
-
 def in_lines(answer: str) -> str:
     """Put line ends into an answer: before long settings, the longest length, and alternatives."""
     return re.sub(
@@ -83,20 +72,23 @@ def prediction_answer(
     alternatives: Sequence[Alternative] = (),
     changed: Recommendation | None = None,
     as_saved: Prediction | None = None,
-    of_file: FileReach | None = None,
+    read: "FileSettings | None" = None,
+    farthest: Prediction | None = None,
 ) -> str:
     """Sentences on how far a model trains, and with which settings; at one length, whether it
     trains. If nothing fits, they name what would: a shorter length, from ``longest``, the
     prediction of the same question without a length; ``alternatives``; and changes to the user's
     own file, from ``changed``. ``as_saved``: the prediction with weights in bf16, to be named too.
-    ``of_file``: how far the user's own file trains, which two lines say first.
+    Of a user's own file that is ``read`` two lines say first how far it trains: as it is written
+    (``longest``), and with changes (``farthest``).
     """
     answer, known = prediction.answer, prediction.calibration
     source = predicted_as(prediction.trainer, known.own_trials if known else 0)
     how_many = _how_many(alternatives, prediction.gpus)
     in_bf16 = _in_bf16(answer, as_saved)
-    if of_file is not None:
-        text = _of_file(prediction, of_file, changed, alternatives)
+    if read is not None and longest is not None and farthest is not None:
+        reach = longest.answer, farthest.answer
+        text = _of_file(prediction, read, *reach, changed, alternatives)
     elif answer is None:
         source += how_many and f"; {how_many}"
         text = _nothing(prediction, source + in_bf16, longest, alternatives, changed)
@@ -113,74 +105,59 @@ def prediction_answer(
 
 def _of_file(
     prediction: Prediction,
-    reach: FileReach,
+    read: "FileSettings",
+    within: CellPrediction | None,
+    best: CellPrediction | None,
     changed: Recommendation | None,
     alternatives: Sequence[Alternative],
 ) -> str:
     """Lines on a user's own file: whose step is predicted, whether its length fits as it is written
-    and how far it trains so and with changes; these changes; and the least for its own length.
-    """
-    from highwater.trainers.user_file import reach_changes  # only a file needs it
-
-    asked, native_tokens = prediction.length_tokens or 0, prediction.native_length_tokens
-    usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
-    first, within_tokens = _as_written(prediction, reach)
-    best, made = reach.changed, ()
-    if best is not None and best.reach_tokens > within_tokens:
-        made = reach_changes(reach.read, prediction.trainer, best.cell, best.reach_tokens)
-    far = [f"as written {format_tokens(within_tokens)} train"] * bool(within_tokens)
-    far += [f"with changes {format_tokens(best.reach_tokens)}"] if best and made else []
-    lines = [f"{first}; {', '.join(far) or 'as written none'}."]
-    none = "trains longer" if within_tokens else "changes that"
-    if best is None or not made:
-        lines.append(f"No setting in it that saves memory {none}.")
-    else:
-        is_scaled = best.reach_tokens > native_tokens
-        _, *told = _facts_of(best, *usual, is_scaled=is_scaled, is_second=True)
-        longest, what = _tokens(best.reach_tokens, native_tokens), [*made, *["YaRN"] * is_scaled]
-        lines.append(
-            f"The longest, {longest}, takes {listed(what)}: {', '.join(filter(None, told))}."
-        )
-    chosen = prediction.answer or (changed and changed.chosen)
-    if chosen is None:
-        lines.append(
-            _would_fit(alternatives, is_scaled=asked > native_tokens) or _lacking(prediction)
-        )
-        return "\n".join(lines)
-    how, *told = _facts_of(chosen, *usual, is_scaled=asked > native_tokens)
-    words = f"As written, with {how}"
-    if prediction.answer is None:
-        made = reach_changes(reach.read, prediction.trainer, chosen.cell, asked)
-        own = f"change to {listed(made)}" if made else f"with {how}"
-        own = _changed(changed.changes) if changed and changed.changes else own
-        words = f"For {format_tokens(asked)} tokens {own}"
-    return "\n".join((*lines, f"{words}: {'; '.join(filter(None, told))}."))
-
-
-def _as_written(prediction: Prediction, reach: FileReach) -> tuple[str, int]:
-    """The first sentence on a user's own file, up to what its length leaves or lacks; and the
-    longest length that trains as it is written.
+    and how far it trains so (``within``) and with changes (``best``); these changes; and the least
+    for its own length.
     """
     row, asked, answer = REGISTRY[prediction.trainer], prediction.length_tokens, prediction.answer
-    by, within, shown = "Predicted", reach.as_written, prediction.explained
+    assert asked is not None  # noqa: S101 (who calls has asked)
+    by = "Predicted"
     if row.trains_by is not None:
         by += f" as {REGISTRY[row.trains_by].title}'s step, {row.title}'s own unmeasured"
-    within_tokens, fits = 0 if within is None else within.reach_tokens, "does not fit"
-    budget_tokens = within and within.cell.settings.token_budget_tokens
-    if budget_tokens != shown.cell.settings.token_budget_tokens and within is not None:
-        left = "beyond its token budget"
+    budget_tokens = read.settings.get("token_budget", asked) * read.settings.get("ulysses", [1])[0]
+    nearest, lacks_bytes = _nearest(prediction)
+    if budget_tokens < asked:
+        fits, left = "does not fit", "beyond its token budget"
     elif answer is None:
-        nearest, lacks_bytes = _nearest(prediction)
-        is_of_host = nearest.binding == "host"
-        lacks_bytes = lacks_bytes if is_of_host else max(-shown.headroom_bytes, 0) or lacks_bytes
-        left = f"{format_bytes(lacks_bytes)}{' of host memory' * is_of_host} short"
+        is_of_host, lacks = nearest.binding == "host", -prediction.explained.headroom_bytes
+        lacks_bytes = lacks_bytes if is_of_host or lacks < 0 else lacks
+        fits, left = "does not fit", format_bytes(lacks_bytes) + " of host memory" * is_of_host
+        left += " short"
     else:
-        within_tokens = max(within_tokens, asked or 0)
         fits = "may fit" if answer.risk == "tight" else "fits"
         left = f"{answer.risk}, {format_bytes(max(0, answer.headroom_bytes))} left"
-    which = f"{plain(reach.source)} at {format_tokens(asked or 0)} tokens"
-    where = f"{_gpus(prediction)}{_beside_vllm(prediction)}"
-    return f"{by}: {which} {fits} {where}, {left}", within_tokens
+    tokens = max(within.reach_tokens if within else 0, asked if fits != "does not fit" else 0)
+    made = read.changes_to(best.cell, best.reach_tokens) if best else ()
+    usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
+    far = [f"as written {format_tokens(tokens)} train"] * (tokens > 0)
+    second = f"No setting in it that saves memory {'trains longer' if tokens else 'changes that'}."
+    if best is not None and made and best.reach_tokens > tokens:
+        far.append(f"with changes {format_tokens(best.reach_tokens)}")
+        is_scaled = best.reach_tokens > prediction.native_length_tokens
+        _, *told = _facts_of(best, *usual, is_scaled=is_scaled, is_second=True)
+        longest = _tokens(best.reach_tokens, prediction.native_length_tokens)
+        second = f"The longest, {longest}, takes {listed([*made, *['YaRN'] * is_scaled])}: "
+        second += f"{', '.join(filter(None, told))}."
+    first = f"{by}: {plain(read.source)} at {format_tokens(asked)} tokens {fits} "
+    first += f"{_gpus(prediction)}{_beside_vllm(prediction)}, {left}; "
+    first += f"{', '.join(far) or 'as written none'}."
+    is_scaled, chosen = asked > prediction.native_length_tokens, changed and changed.chosen
+    if answer is None and chosen is None:
+        third = _would_fit(alternatives, is_scaled=is_scaled) or _lacking(prediction)
+        return f"{first}\n{second}\n{third}"
+    how, *told = _facts_of(answer or chosen, *usual, is_scaled=is_scaled)
+    words = f"As written, with {how}"
+    if chosen is not None and changed is not None:
+        made = listed(read.changes_to(chosen.cell, asked)) or "nothing"
+        own = _changed(changed.changes) if changed.changes else f"change to {made}"
+        words = f"For {format_tokens(asked)} tokens {own}"
+    return f"{first}\n{second}\n{words}: {'; '.join(filter(None, told))}."
 
 
 def _of_allocation(prediction: Prediction) -> str:

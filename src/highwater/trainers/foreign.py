@@ -138,29 +138,21 @@ def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
 
 
 def flat_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
-    """Fields by dotted names, of sections in YAML, or of overrides ``a.b=1`` in a shell's command.
-    A value that refers to another field is that field's. Raises UsageError for other content.
+    """Fields by dotted names, of sections in YAML, or of overrides ``a.b=1`` in a shell's command;
+    without those that refer to others. Raises UsageError for other content.
     """
     try:
-        flat = _flat(yaml_fields(content, path, hint=hint))
+        fields = yaml_fields(content, path, hint=hint)
     except UsageError:
         text = re.sub(r"(?m)^\s*#.*", "", content.decode(errors="replace"))
-        pairs = re.findall(r"(?m)(?:^|[\s'+])(\w+(?:\.\w+)+)=(\[[^]]*\]|[^\s'\\]*)", text)
-        flat = {name: yaml.safe_load(value.strip('"')) for name, value in pairs}
-        if not flat:
+        pairs = re.findall(r"(?:^|[\s'+])(\w+(?:\.\w+)+)=(\[[^]]*\]|[^\s'\\]*)", text)
+        fields = {name: yaml.safe_load(value.strip('"')) for name, value in pairs}
+        if not fields:
             raise
-    for name, value in flat.items():
-        refers = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)(?:,.*)?\}", str(value))
-        flat[name] = flat.get(refers[1]) if refers else value
-    return flat
-
-
-def _flat(section: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in section.items():
-        is_section = isinstance(value, Mapping)
-        found |= _flat(value, f"{before}{name}.") if is_section else {f"{before}{name}": value}
-    return found
+    while sections := [name for name, value in fields.items() if isinstance(value, Mapping)]:
+        for name in sections:
+            fields |= {f"{name}.{key}": value for key, value in fields.pop(name).items()}
+    return {name: value for name, value in fields.items() if not str(value).startswith("${")}
 
 
 def launcher_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:

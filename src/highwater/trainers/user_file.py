@@ -19,9 +19,9 @@ from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR, TRAITS, RolloutRequest
 from highwater.nouns.settings import RUNG_ROWS, Settings, listed
 from highwater.nouns.study import Cell, RecordedTrial, Study
-from highwater.nouns.trainer import FOREIGN, REGISTRY, TRAINERS, Target, TrainerName
+from highwater.nouns.trainer import FOREIGN, TRAINERS, Target, TrainerName
 from highwater.trainers.foreign import flat_fields, fsdp_keys, launcher_of, mapping_in, yaml_fields
-from highwater.trainers.targets import TARGETS, Words
+from highwater.trainers.targets import OF_LORA, TARGETS, Words
 
 FileFields = Mapping[str, Any]
 SAVING = ("allocator", "loss", "liger", "activations", "recompute")
@@ -99,14 +99,32 @@ class FileSettings(NamedTuple):
     """Fields of ``Request``."""
     length_tokens: int | None
     notes: tuple[str, ...]
-    words: Words
-    """The words of ``emit`` by which the file was read; empty: it has ``FileWords`` of its own."""
+    trainer: TrainerName
+    source: str
+
+    @property
+    def words(self) -> Words:
+        """The words of ``emit`` by which the file is read; empty: it has ``FileWords``."""
+        return TARGETS[cast(Target, self.trainer)].words
 
     @property
     def kept(self) -> dict[str, Any]:
         """The settings but for those that a recommendation chooses itself."""
         chosen = (*SAVING, *(_CHOSEN if self.words else ()))
         return {name: value for name, value in self.settings.items() if name not in chosen}
+
+    def changes_to(self, cell: Cell, length_tokens: int) -> tuple[str, ...]:
+        """Changes to the file, in its own keys, with which a cell trains a length."""
+        settings, own, degree = cell.settings, self.settings, cell.layout.context_degree
+        if not self.words:
+            taken = {n: own[n] for n in (*SAVING, "sequences_per_micro_batch") if n in own}
+            before = settings.replace(**taken, allocator="native")
+            return tuple(changes(self.trainer, before, settings))
+        budget_tokens = -(-settings.sequences_per_micro_batch * length_tokens // degree)
+        told = dict(zip(_CHOSEN, ([degree], budget_tokens, settings.offloads_model), strict=True))
+        named = {n: told[w] for n, w in self.words.items() if w in told and told[w] != own.get(w)}
+        leaves = {n.rpartition(".")[2]: str(v).lower().strip("[]") for n, v in named.items()}
+        return tuple(f"`{name}: {value}`" for name, value in leaves.items())
 
 
 def settings_of(
@@ -130,8 +148,7 @@ def settings_of(
     for name in (*_ALL.refused, *words.refused):
         value = config.get(name)
         if value and (value is True or value not in _USUAL):
-            is_ring = name == words.ring
-            raise _unshared(trainer, source, value) if is_ring else _unknown(source, name, value)
+            raise _unknown(source, name, value, trainer if name == words.ring else None)
     notes: list[str] = []
     is_known = not TRAINERS[trainer].refused(["deepspeed"])
     found = {} if own else _sharing(config, launcher, path, gpus)
@@ -184,7 +201,7 @@ def settings_of(
     if 0 < budget_tokens < ((length_tokens if length is None else length) or 0):
         del settings["token_budget"]
         notes.append(f"the token budget of {source} holds {budget_tokens:,}, and is left out")
-    return FileSettings(settings, length_tokens, tuple(notes), own)
+    return FileSettings(settings, length_tokens, tuple(notes), trainer, source)
 
 
 _AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
@@ -215,26 +232,10 @@ def _by_words(
         found["length"] = sum(_whole(config, keys.get(n, ""), source, usual=512) for n in parts)
     if (of_file := found.get("gpus", gpus)) != gpus:
         notes.append(f"{source} is for {of_file} GPUs, and {gpus} are asked about")
-    names = {"length", "offload", "ulysses", "token_budget", "activations"}
+    names = {"length", "activations", *_CHOSEN}
     names |= {*RolloutRequest.__struct_fields__} if "rollout" in found else set()
-    names |= {"lora", "lora_alpha", "lora_targets"} if found.get("lora") else set()
+    names |= OF_LORA if found.get("lora") else set()
     return {"offload": False, **{n: value for n, value in found.items() if n in names}}
-
-
-def reach_changes(
-    read: FileSettings, trainer: TrainerName, cell: Cell, length_tokens: int
-) -> tuple[str, ...]:
-    """Changes to a file, as it is ``read``, with which a cell trains a length."""
-    settings, own = cell.settings, read.settings
-    if not read.words:
-        taken = {n: own[n] for n in (*SAVING, "sequences_per_micro_batch") if n in own}
-        return tuple(changes(trainer, settings.replace(**taken, allocator="native"), settings))
-    degree, rows = cell.layout.context_degree, settings.sequences_per_micro_batch
-    told = {"ulysses": [degree], "token_budget": -(-rows * length_tokens // degree)}
-    told["offload"] = settings.offloads_model
-    named = {n: told[w] for n, w in read.words.items() if w in told and told[w] != own.get(w)}
-    leaves = {n.rpartition(".")[2]: str(v).lower().strip("[]") for n, v in named.items()}
-    return tuple(f"`{name}: {value}`" for name, value in leaves.items())
 
 
 def model_in(path: Path) -> str | None:
@@ -462,20 +463,13 @@ def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int
     return int(value)
 
 
-def _unshared(trainer: TrainerName, source: str, degree: int) -> UsageError:
-    """The error for a ring in the file of a trainer whose step is not predicted with any."""
-    row, name = REGISTRY[trainer], FILE_WORDS[trainer].ring
-    step = REGISTRY[row.trains_by or trainer].title
-    return UsageError(
-        f"{source} has {name}: {degree}, ring attention over {degree} GPUs, and {step}'s step, as "
-        f"which {row.title} is predicted, is not predicted with a ring",
-        hint=f"take `{name}` out of it to predict the rest; of this package's engine the ring is "
-        f"predicted: use `--ring {degree}` in the place of `--trainer` and `--trainer-config`",
-    )
-
-
-def _unknown(source: str, name: str, value: Any) -> UsageError:
-    hint = f"take `{name}` out of it, or set it otherwise, to predict the rest"
-    if name == _THEIRS["recompute"]:
-        hint = f"write `{name}: true` into it: it frees most of what layers keep, and is predicted"
-    return UsageError(f"{source} has {name}: {value}, with which nobody predicts memory", hint=hint)
+def _unknown(
+    source: str, name: str, value: Any, in_a_ring: TrainerName | None = None
+) -> UsageError:
+    """The error for a field that is not predicted; ``in_a_ring``: for its ring, of a trainer."""
+    hint, step = f"take `{name}` out of it, or set it otherwise, to predict the rest", "memory"
+    if in_a_ring is not None:
+        value, step = f"{value}, ring attention over {value} GPUs", TRAINERS[in_a_ring].step
+        hint += "; of this package's engine a ring is predicted: use `--ring` in the place of "
+        hint += "`--trainer` and `--trainer-config`"
+    return UsageError(f"{source} has {name}: {value}, with which nobody predicts {step}", hint=hint)
