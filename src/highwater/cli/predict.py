@@ -179,7 +179,8 @@ def _file_ways(
     typed, trainer = dict(settings), prediction.trainer
     path = Path(typed.pop("trainer_config"))
     read = settings_of(trainer, path, gpus=prediction.gpus, typed=typed)
-    if prediction.length_tokens is None or not (read.words or FILE_WORDS[trainer].length):
+    words = FILE_WORDS[trainer]
+    if prediction.length_tokens is None or not (words.words or words.length):
         return {}
     shared = {**shared, "max_length": "1m"}
     rows = prediction.explained.cell.settings.traits.documents_together

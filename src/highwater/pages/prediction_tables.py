@@ -145,7 +145,7 @@ def _of_file(
         second = f"The longest, {longest}, takes {listed([*made, *['YaRN'] * is_scaled])}: "
         second += f"{', '.join(filter(None, told))}."
     first = f"{by}: {plain(read.source)} at {format_tokens(asked)} tokens {fits} "
-    first += f"{_gpus(prediction)}{_beside_vllm(prediction)}, {left}; "
+    first += f"{_gpus(prediction)}, {left}; "
     first += f"{', '.join(far) or 'as written none'}."
     is_scaled, chosen = asked > prediction.native_length_tokens, changed and changed.chosen
     if answer is None and chosen is None:
@@ -392,17 +392,12 @@ def _where(found: Prediction | Recommendation, target: str | None = None) -> str
     by = "" if found.trainer == OURS else by
     apart = found.rollout_gpus if isinstance(found, Recommendation) else 0
     by += f" and {apart} for rollout" if apart else ""
-    return f"{_gpus(found)}{by}{_beside_vllm(found)}"
-
-
-def _beside_vllm(found: Prediction | Recommendation) -> str:
-    """Text on vLLM's share of each GPU, unless it was typed, or there is none."""
     rollout = found.memory_limit.rollout if isinstance(found, Prediction) else found.rollout
-    if rollout is None or (most := rollout.most_utilization) is None:
-        return ""
-    taken = rollout.gpu_memory_utilization or 0.0
-    fits = f" ({f'up to {most}' if most > taken else 'no more'} fits)"
-    return f" beside vLLM at {taken} of each GPU{fits * bool(most)}"
+    if rollout is not None and (most := rollout.most_utilization) is not None:
+        taken = rollout.gpu_memory_utilization or 0.0
+        fits = f" ({f'up to {most}' if most > taken else 'no more'} fits)"
+        by += f" beside vLLM at {taken} of each GPU{fits * bool(most)}"
+    return f"{_gpus(found)}{by}"
 
 
 def _how_many(alternatives: Sequence[Alternative], gpus: int) -> str:

@@ -8,7 +8,7 @@ command can be repeated; if a file has different content, nothing is written.
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -33,7 +33,6 @@ from highwater.nouns.trainer import (
 )
 from highwater.trainers.emitted import (
     Emitted,
-    Value,
     bytes_with_logits,
     comment,
     exceeds,
@@ -50,17 +49,6 @@ class Emit(Protocol):
     ) -> Emitted:
         """The configuration of ``chosen``. Raises UsageError if the trainer cannot express it."""
         ...
-
-
-Words = Mapping[str, Value]
-"""A trainer's names in order, each with the setting that it has, as text, or with its value, if
-there is only one. ``emit`` writes by them, and a user's file is read by them."""
-
-
-def written(words: Words, told: Mapping[str, Value]) -> dict[str, Value]:
-    """The values of a configuration: those of settings that are ``told``, and all others."""
-    named = ((n, told.get(word) if isinstance(word, str) else word) for n, word in words.items())
-    return {name: value for name, value in named if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +73,6 @@ class EmitTarget:
     knows: frozenset[str]
     """Settings, by the names that users type, that the configuration sets or declares impossible.
     Others have to be at their defaults, so that a new setting is refused until it is listed."""
-    words: Words = field(default_factory=dict[str, Value])
-    """Its names, by which its own files are read, too; empty: ``user_file.json`` has those."""
 
 
 OF_ALL = frozenset(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
@@ -19,9 +19,9 @@ from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR, TRAITS, RolloutRequest
 from highwater.nouns.settings import RUNG_ROWS, Settings, listed
 from highwater.nouns.study import Cell, RecordedTrial, Study
-from highwater.nouns.trainer import FOREIGN, TRAINERS, Target, TrainerName
+from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName
+from highwater.trainers.emitted import Value
 from highwater.trainers.foreign import flat_fields, fsdp_keys, launcher_of, mapping_in, yaml_fields
-from highwater.trainers.targets import OF_LORA, TARGETS, Words
 
 FileFields = Mapping[str, Any]
 SAVING = ("allocator", "loss", "liger", "activations", "recompute")
@@ -55,12 +55,17 @@ class FileWords(Record, frozen=True, kw_only=True):
     on_host: tuple[str, ...] = ()
     """Fields that put layers' activations into host memory."""
     optimizer: str = "optim"
+    words: Mapping[str, Value] = {}
+    """All names in order, each with the setting that it has, as text, or its value, if there is
+    only one: the trainer's configuration is written by them, and a file is read by them alone."""
     ring: str = ""
     """Field of the number of GPUs that share a sequence by ring attention."""
     returns: tuple[str, ...] = ()
     """Fields that put states into host memory, from where they return for each update."""
     refused: tuple[str, ...] = ()
     """Fields with effects that are not predicted, besides those of every trainer."""
+    usual: tuple[str, ...] = ()
+    """Their values that have no such effect, besides those of every trainer."""
     passed: tuple[str, ...] = ()
     """Fields without an effect on memory, besides those of every trainer; ``*``: any end."""
 
@@ -77,7 +82,7 @@ class _AllWords(Record, frozen=True, kw_only=True):
 
 _ALL = packaged("trainers/user_file.json", _AllWords)
 FILE_WORDS: Mapping[TrainerName, FileWords] = _ALL.trainers
-_USUAL = (1, -1, "none", "sft", "grpo", "vllm", "fsdp", "fsdp2", "fp32")
+_USUAL = (1, -1, "none", "sft")
 """Values of refused fields that have no such effect."""
 _OPTIMIZERS = {
     "adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit",
@@ -103,26 +108,22 @@ class FileSettings(NamedTuple):
     source: str
 
     @property
-    def words(self) -> Words:
-        """The words of ``emit`` by which the file is read; empty: it has ``FileWords``."""
-        return TARGETS[cast(Target, self.trainer)].words
-
-    @property
     def kept(self) -> dict[str, Any]:
         """The settings but for those that a recommendation chooses itself."""
-        chosen = (*SAVING, *(_CHOSEN if self.words else ()))
+        chosen = (*SAVING, *(_CHOSEN if FILE_WORDS[self.trainer].words else ()))
         return {name: value for name, value in self.settings.items() if name not in chosen}
 
     def changes_to(self, cell: Cell, length_tokens: int) -> tuple[str, ...]:
         """Changes to the file, in its own keys, with which a cell trains a length."""
         settings, own, degree = cell.settings, self.settings, cell.layout.context_degree
-        if not self.words:
+        words = FILE_WORDS[self.trainer].words
+        if not words:
             taken = {n: own[n] for n in (*SAVING, "sequences_per_micro_batch") if n in own}
             before = settings.replace(**taken, allocator="native")
             return tuple(changes(self.trainer, before, settings))
         budget_tokens = -(-settings.sequences_per_micro_batch * length_tokens // degree)
         told = dict(zip(_CHOSEN, ([degree], budget_tokens, settings.offloads_model), strict=True))
-        named = {n: told[w] for n, w in self.words.items() if w in told and told[w] != own.get(w)}
+        named = {n: told[w] for n, w in words.items() if w in told and told[w] != own.get(w)}
         leaves = {n.rpartition(".")[2]: str(v).lower().strip("[]") for n, v in named.items()}
         return tuple(f"`{name}: {value}`" for name, value in leaves.items())
 
@@ -141,17 +142,16 @@ def settings_of(
             hint="leave `--trainer-config` out, or name its trainer: `--trainer axolotl`",
         )
     words, source = FILE_WORDS[trainer], path.name
-    own = TARGETS[cast(Target, trainer)].words
-    read = flat_fields if own else yaml_fields
+    read = flat_fields if words.words else yaml_fields
     config = read(file_content(path), path, hint=f"name the file that {trainer} takes")
     launcher = launcher_of(config, path) if words.length else config
     for name in (*_ALL.refused, *words.refused):
         value = config.get(name)
-        if value and (value is True or value not in _USUAL):
+        if value and (value is True or value not in (*_USUAL, *words.usual)):
             raise _unknown(source, name, value, trainer if name == words.ring else None)
     notes: list[str] = []
     is_known = not TRAINERS[trainer].refused(["deepspeed"])
-    found = {} if own else _sharing(config, launcher, path, gpus)
+    found = {} if words.words else _sharing(config, launcher, path, gpus)
     if not is_known and found.get("deepspeed") == "zero3":
         notes.append(ZERO_NOTE)
         found = {}
@@ -173,15 +173,15 @@ def settings_of(
         if found.get("lora_base") == "nf4" and found.get("deepspeed") == "zero2":
             notes.append("ZeRO-2 beside a model in NF4 is taken as DDP, which shares nothing")
             found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
-    elif own:
-        found = _by_words(own, config, source, gpus, notes)
+    elif words.words:
+        found = _by_words(words, config, source, gpus, notes)
         if any(config.get(name) for name in words.returns):
             notes.append("states that return for each update are counted at its peak, as they are")
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, words.targets, words.optimizer, *_ALL.known, *_ALL.refused}
     known |= {*words.rank, *words.alpha, *words.fused, *words.on_host}
-    known |= {*words.passed, *words.refused, *words.returns, *own}
+    known |= {*words.passed, *words.refused, *words.returns, *words.words}
     left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
@@ -215,13 +215,13 @@ _AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _by_words(
-    words: Words, config: FileFields, source: str, gpus: int, notes: list[str]
+    words: FileWords, config: FileFields, source: str, gpus: int, notes: list[str]
 ) -> dict[str, Any]:
     """Settings, and the length, from a file by the words with which ``emit`` writes one. Raises
     UsageError for other values of what has only one.
     """
     keys: dict[str, str] = {}
-    for key, word in words.items():
+    for key, word in words.words.items():
         if config.get(key) is not None and isinstance(word, str):
             keys.setdefault(word, key)
         elif config.get(key) not in (None, word):
@@ -234,7 +234,7 @@ def _by_words(
         notes.append(f"{source} is for {of_file} GPUs, and {gpus} are asked about")
     names = {"length", "activations", *_CHOSEN}
     names |= {*RolloutRequest.__struct_fields__} if "rollout" in found else set()
-    names |= OF_LORA if found.get("lora") else set()
+    names |= {"lora", "lora_alpha", "lora_targets"} if found.get("lora") else set()
     return {"offload": False, **{n: value for n, value in found.items() if n in names}}
 
 
@@ -242,8 +242,18 @@ def model_in(path: Path) -> str | None:
     """The model that a user's file names, by any trainer's field; None if it names none."""
     config = flat_fields(file_content(path), path, hint="name the file that your trainer takes")
     names = ["base_model", "model_name_or_path", "model"]
-    names += [name for row in TARGETS.values() for name in row.words if row.words[name] == "model"]
+    every = (pair for row in FILE_WORDS.values() for pair in row.words.items())
+    names += [name for name, word in every if word == "model"]
     return next((str(config[name]) for name in names if config.get(name)), None)
+
+
+def written(trainer: TrainerName, told: Mapping[str, Value]) -> dict[str, Value]:
+    """The values of a trainer's configuration: of the settings that are ``told``, and all that have
+    only one value.
+    """
+    words = FILE_WORDS[trainer].words.items()
+    named = ((n, told.get(word) if isinstance(word, str) else word) for n, word in words)
+    return {name: value for name, value in named if value is not None}
 
 
 def changes(trainer: TrainerName, before: Settings, after: Settings) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,8 @@ from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.objective import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import Dialect, Emitted, Value, literal, model_lies, yarn_lines
-from highwater.trainers.targets import OF_ALL, OF_LORA, OF_ROLLOUT, EmitTarget, Words, written
+from highwater.trainers.targets import OF_ALL, OF_LORA, OF_ROLLOUT, EmitTarget
+from highwater.trainers.user_file import written
 
 VERSION = "0.9.1"
 _WORDS = Dialect("verl", "verl", VERSION)
@@ -29,10 +30,6 @@ MODEL_PATH = "$MODEL_PATH"
 """Stand-in for the model's path, if it is not known."""
 _PROGRAM = "python3 -m verl.trainer.main_ppo"
 _PATH = "actor_rollout_ref.model.path"
-_ACTOR = "actor_rollout_ref.actor"
-_MODEL = "actor_rollout_ref.model"
-_REF = "actor_rollout_ref.ref"
-_ROLLOUT = "actor_rollout_ref.rollout"
 _MOST_RANK = 512
 """The highest rank that vLLM serves (``get_vllm_max_lora_rank`` in verl)."""
 
@@ -79,39 +76,6 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
     )
 
 
-WORDS: Words = {
-    "algorithm.adv_estimator": "objective",
-    "data.max_prompt_length": "prompt_tokens",
-    "data.max_response_length": "response_tokens",
-    "trainer.nnodes": 1,
-    "trainer.n_gpus_per_node": "gpus",
-    _PATH: "model",
-    f"{_MODEL}.use_remove_padding": True,
-    f"{_MODEL}.enable_gradient_checkpointing": True,
-    f"{_MODEL}.enable_activation_offload": "activations",
-    f"{_ACTOR}.strategy": "strategy",
-    f"{_ACTOR}.ulysses_sequence_parallel_size": "ulysses",
-    f"{_ACTOR}.use_dynamic_bsz": True,
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": "token_budget",
-    f"{_ACTOR}.fsdp_config.offload_policy": "offload",
-    f"{_REF}.log_prob_use_dynamic_bsz": True,
-    f"{_REF}.log_prob_max_token_len_per_gpu": "token_budget",
-    f"{_ROLLOUT}.name": "rollout",
-    f"{_ROLLOUT}.log_prob_use_dynamic_bsz": True,
-    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": "token_budget",
-    f"{_ROLLOUT}.max_model_len": "length",
-    f"{_ROLLOUT}.gpu_memory_utilization": "gpu_memory_utilization",
-    f"{_ROLLOUT}.tensor_model_parallel_size": "rollout_tensor_parallel",
-    f"{_ROLLOUT}.max_num_seqs": "rollout_sequences",
-    f"{_ROLLOUT}.free_cache_engine": "sleep_level",
-    f"{_MODEL}.lora_rank": "lora",
-    f"{_MODEL}.lora_alpha": "lora_alpha",
-    f"{_MODEL}.target_modules": "lora_targets",
-    f"{_ACTOR}.fsdp_config.model_dtype": "adapters_dtype",
-    f"{_ROLLOUT}.load_format": "load_format",
-}
-
-
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
     settings, rollout = chosen.cell.settings, found.rollout
     told: dict[str, Value] = {
@@ -131,7 +95,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         told["rollout_tensor_parallel"] = rollout.rollout_tensor_parallel
         told["rollout_sequences"] = rollout.rollout_sequences or 0
         told["sleep_level"] = True
-    return written(WORDS, told | _lora_values(settings.adapters))
+    return written("verl", told | _lora_values(settings.adapters))
 
 
 def _lora_values(lora: Lora | None) -> dict[str, Value]:
@@ -179,5 +143,4 @@ TARGET = EmitTarget(
     yours=("data and reward, as words after `./launch.sh`: `data.train_files=...`",),
     predicted_for="trinity",
     knows=OF_ALL | OF_LORA | {"activations"} | (OF_ROLLOUT - {"sleep_level"}),
-    words=WORDS,
 )
