@@ -171,8 +171,8 @@ def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[s
 def _file_ways(
     prediction: Prediction, model: str, shared: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a user's file says, and how far it trains as it is and with changes; empty without a
-    length, and of a file that says only how processes share the work.
+    """What a user's file says, and how far it trains as it is and with changes; empty if no length
+    is asked about and one trains, and of a file that says only how processes share the work.
     """
     from highwater.trainers.user_file import FILE_WORDS, settings_of
 
@@ -180,7 +180,8 @@ def _file_ways(
     path = Path(typed.pop("trainer_config"))
     read = settings_of(trainer, path, gpus=prediction.gpus, typed=typed)
     words = FILE_WORDS[trainer]
-    if prediction.length_tokens is None or not (words.words or words.length):
+    is_told = prediction.answer is not None and prediction.length_tokens is None
+    if is_told or not (words.words or words.length):
         return {}
     shared = {**shared, "max_length": "1m"}
     rows = prediction.explained.cell.settings.traits.documents_together

@@ -91,7 +91,7 @@ def prediction_answer(
         text = _of_file(prediction, read, *reach, changed, alternatives)
     elif answer is None:
         source += how_many and f"; {how_many}"
-        text = _nothing(prediction, source + in_bf16, longest, alternatives, changed)
+        text = _nothing(prediction, source + in_bf16, longest, alternatives)
     else:
         text = _answered(prediction, answer, source + in_bf16, how_many)
     text += _of_small_batches(prediction)
@@ -115,49 +115,46 @@ def _of_file(
     and how far it trains so (``within``) and with changes (``best``); these changes; and the least
     for its own length.
     """
-    row, asked, answer = REGISTRY[prediction.trainer], prediction.length_tokens, prediction.answer
-    assert asked is not None  # noqa: S101 (who calls has asked)
-    by = "Predicted"
-    if row.trains_by is not None:
-        by += f" as {REGISTRY[row.trains_by].title}'s step, {row.title}'s own unmeasured"
-    budget_tokens = read.settings.get("token_budget", asked) * read.settings.get("ulysses", [1])[0]
-    nearest, lacks_bytes = _nearest(prediction)
-    if budget_tokens < asked:
-        fits, left = "does not fit", "beyond its token budget"
-    elif answer is None:
-        is_of_host, lacks = nearest.binding == "host", -prediction.explained.headroom_bytes
-        lacks_bytes = lacks_bytes if is_of_host or lacks < 0 else lacks
-        fits, left = "does not fit", format_bytes(lacks_bytes) + " of host memory" * is_of_host
-        left += " short"
-    else:
-        fits = "may fit" if answer.risk == "tight" else "fits"
-        left = f"{answer.risk}, {format_bytes(max(0, answer.headroom_bytes))} left"
-    tokens = max(within.reach_tokens if within else 0, asked if fits != "does not fit" else 0)
-    made = read.changes_to(best.cell, best.reach_tokens) if best else ()
+    shown, native_tokens = prediction.explained, prediction.native_length_tokens
+    asked = prediction.length_tokens or shown.does_not_fit_tokens or 0
     usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
-    far = [f"as written {format_tokens(tokens)} train"] * (tokens > 0)
+    row, by, (nearest, lacks_bytes) = REGISTRY[prediction.trainer], "", _nearest(prediction)
+    if row.trains_by is not None:
+        by = f" as {REGISTRY[row.trains_by].title}'s step, {row.title}'s own unmeasured"
+    is_of_host, left_bytes = nearest.binding == "host", shown.headroom_bytes
+    lacks_bytes = lacks_bytes if is_of_host else max(-left_bytes, 0) or lacks_bytes
+    fits, left = (
+        "does not fit",
+        f"{format_bytes(lacks_bytes)}{' of host memory' * is_of_host} short",
+    )
+    held = read.settings.get("token_budget", asked) * read.settings.get("ulysses", [1])[0]
+    if held < asked:
+        left = "beyond its token budget"
+    elif prediction.answer is not None:
+        fits, left = "fits", f"{shown.risk}, {format_bytes(max(0, left_bytes))} left"
+    tokens = max(asked * (fits == "fits"), within.reach_tokens if within else 0)
+    far = f"as written {format_tokens(tokens)} train" if tokens else "as written none"
     second = f"No setting in it that saves memory {'trains longer' if tokens else 'changes that'}."
+    made = read.changes_to(best.cell, best.reach_tokens) if best else ()
     if best is not None and made and best.reach_tokens > tokens:
-        far.append(f"with changes {format_tokens(best.reach_tokens)}")
-        is_scaled = best.reach_tokens > prediction.native_length_tokens
+        is_scaled, to = best.reach_tokens > native_tokens, f"with changes {best.reach_tokens:,}"
+        far = f"{far}, {to}" if tokens else to
         _, *told = _facts_of(best, *usual, is_scaled=is_scaled, is_second=True)
-        longest = _tokens(best.reach_tokens, prediction.native_length_tokens)
-        second = f"The longest, {longest}, takes {listed([*made, *['YaRN'] * is_scaled])}: "
+        what = listed([*made, *["YaRN"] * is_scaled])
+        second = f"The longest, {_tokens(best.reach_tokens, native_tokens)}, takes {what}: "
         second += f"{', '.join(filter(None, told))}."
-    first = f"{by}: {plain(read.source)} at {format_tokens(asked)} tokens {fits} "
-    first += f"{_gpus(prediction)}, {left}; "
-    first += f"{', '.join(far) or 'as written none'}."
-    is_scaled, chosen = asked > prediction.native_length_tokens, changed and changed.chosen
-    if answer is None and chosen is None:
-        third = _would_fit(alternatives, is_scaled=is_scaled) or _lacking(prediction)
-        return f"{first}\n{second}\n{third}"
-    how, *told = _facts_of(answer or chosen, *usual, is_scaled=is_scaled)
+    which = f"{plain(read.source)} at {format_tokens(asked)} tokens {fits} {_gpus(prediction)}"
+    lines = f"Predicted{by}: {which}, {left}; {far}.\n{second}"
+    chosen, is_scaled = prediction.answer or (changed and changed.chosen), asked > native_tokens
+    if chosen is None:
+        return f"{lines}\n{_would_fit(alternatives, is_scaled=is_scaled) or _lacking(prediction)}"
+    how, *told = _facts_of(chosen, *usual, is_scaled=is_scaled)
     words = f"As written, with {how}"
-    if chosen is not None and changed is not None:
-        made = listed(read.changes_to(chosen.cell, asked)) or "nothing"
-        own = _changed(changed.changes) if changed.changes else f"change to {made}"
-        words = f"For {format_tokens(asked)} tokens {own}"
-    return f"{first}\n{second}\n{words}: {'; '.join(filter(None, told))}."
+    if changed is not None and prediction.answer is None:
+        made = f"change to {listed(read.changes_to(chosen.cell, asked)) or 'nothing'}"
+        made = _changed(changed.changes) if changed.changes else made
+        words = f"For {format_tokens(asked)} tokens {made}"
+    return f"{lines}\n{words}: {'; '.join(filter(None, told))}."
 
 
 def _of_allocation(prediction: Prediction) -> str:
@@ -438,7 +435,6 @@ def _nothing(
     source: str,
     longest: Prediction | None,
     others: Sequence[Alternative],
-    changed: Recommendation | None,
 ) -> str:
     """Sentences: nothing fits, and what would fit, or else what the nearest settings lack."""
     asked, shortest = prediction.length_tokens, prediction.explained.does_not_fit_tokens
@@ -446,15 +442,13 @@ def _nothing(
     what = f"at {_tokens(asked or shortest or 0, native_tokens)}{'' if asked else ' or more'}"
     text = f"No: {plain(prediction.model_name)} does not train {what} on "
     text += f"{_where(prediction)}{_unless_gpus(prediction)}, {source}."
-    chosen = changed.chosen if changed and changed.as_written else None
-    text = _chosen(changed, chosen, "No, not") if changed and chosen else text
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native_tokens
         how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
         fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
     would = _would_fit(others, fewer, is_scaled=(asked or 0) > native_tokens)
-    return f"{text} {would or ('' if chosen else _lacking(prediction))}".rstrip()
+    return f"{text} {would or _lacking(prediction)}".rstrip()
 
 
 def _in_words(alternative: Alternative, *, is_scaled: bool) -> str:

@@ -20,7 +20,6 @@ from highwater.nouns.objective import ALL_LINEAR, TRAITS, RolloutRequest
 from highwater.nouns.settings import RUNG_ROWS, Settings, listed
 from highwater.nouns.study import Cell, RecordedTrial, Study
 from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName
-from highwater.trainers.emitted import Value
 from highwater.trainers.foreign import flat_fields, fsdp_keys, launcher_of, mapping_in, yaml_fields
 
 FileFields = Mapping[str, Any]
@@ -55,11 +54,9 @@ class FileWords(Record, frozen=True, kw_only=True):
     on_host: tuple[str, ...] = ()
     """Fields that put layers' activations into host memory."""
     optimizer: str = "optim"
-    words: Mapping[str, Value] = {}
+    words: dict[str, Any] = {}
     """All names in order, each with the setting that it has, as text, or its value, if there is
     only one: the trainer's configuration is written by them, and a file is read by them alone."""
-    ring: str = ""
-    """Field of the number of GPUs that share a sequence by ring attention."""
     returns: tuple[str, ...] = ()
     """Fields that put states into host memory, from where they return for each update."""
     refused: tuple[str, ...] = ()
@@ -84,6 +81,7 @@ _ALL = packaged("trainers/user_file.json", _AllWords)
 FILE_WORDS: Mapping[TrainerName, FileWords] = _ALL.trainers
 _USUAL = (1, -1, "none", "sft")
 """Values of refused fields that have no such effect."""
+_RING = "context_parallel_size"
 _OPTIMIZERS = {
     "adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit",
     "adamw": r"adamw(_torch\w*)?|paged_adamw(_32bit)?",
@@ -148,7 +146,7 @@ def settings_of(
     for name in (*_ALL.refused, *words.refused):
         value = config.get(name)
         if value and (value is True or value not in (*_USUAL, *words.usual)):
-            raise _unknown(source, name, value, trainer if name == words.ring else None)
+            raise _unknown(source, name, value)
     notes: list[str] = []
     is_known = not TRAINERS[trainer].refused(["deepspeed"])
     found = {} if words.words else _sharing(config, launcher, path, gpus)
@@ -245,15 +243,6 @@ def model_in(path: Path) -> str | None:
     every = (pair for row in FILE_WORDS.values() for pair in row.words.items())
     names += [name for name, word in every if word == "model"]
     return next((str(config[name]) for name in names if config.get(name)), None)
-
-
-def written(trainer: TrainerName, told: Mapping[str, Value]) -> dict[str, Value]:
-    """The values of a trainer's configuration: of the settings that are ``told``, and all that have
-    only one value.
-    """
-    words = FILE_WORDS[trainer].words.items()
-    named = ((n, told.get(word) if isinstance(word, str) else word) for n, word in words)
-    return {name: value for name, value in named if value is not None}
 
 
 def changes(trainer: TrainerName, before: Settings, after: Settings) -> dict[str, dict[str, Any]]:
@@ -473,13 +462,12 @@ def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int
     return int(value)
 
 
-def _unknown(
-    source: str, name: str, value: Any, in_a_ring: TrainerName | None = None
-) -> UsageError:
-    """The error for a field that is not predicted; ``in_a_ring``: for its ring, of a trainer."""
-    hint, step = f"take `{name}` out of it, or set it otherwise, to predict the rest", "memory"
-    if in_a_ring is not None:
-        value, step = f"{value}, ring attention over {value} GPUs", TRAINERS[in_a_ring].step
-        hint += "; of this package's engine a ring is predicted: use `--ring` in the place of "
+def _unknown(source: str, name: str, value: Any) -> UsageError:
+    hint = f"take `{name}` out of it, or set it otherwise, to predict the rest"
+    if name == _RING:
+        value = f"{value}, ring attention over {value} GPUs"
+        hint += "; of this package's engine rings are predicted: use `--ring` in the place of "
         hint += "`--trainer` and `--trainer-config`"
-    return UsageError(f"{source} has {name}: {value}, with which nobody predicts {step}", hint=hint)
+    if name == _THEIRS["recompute"]:
+        hint = f"write `{name}: true` into it: it frees most of what layers keep, and is predicted"
+    return UsageError(f"{source} has {name}: {value}, with which nobody predicts memory", hint=hint)

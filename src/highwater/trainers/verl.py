@@ -22,7 +22,7 @@ from highwater.nouns.objective import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import Dialect, Emitted, Value, literal, model_lies, yarn_lines
 from highwater.trainers.targets import OF_ALL, OF_LORA, OF_ROLLOUT, EmitTarget
-from highwater.trainers.user_file import written
+from highwater.trainers.user_file import FILE_WORDS
 
 VERSION = "0.9.1"
 _WORDS = Dialect("verl", "verl", VERSION)
@@ -95,7 +95,10 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         told["rollout_tensor_parallel"] = rollout.rollout_tensor_parallel
         told["rollout_sequences"] = rollout.rollout_sequences or 0
         told["sleep_level"] = True
-    return written("verl", told | _lora_values(settings.adapters))
+    told |= _lora_values(settings.adapters)
+    words = FILE_WORDS["verl"].words.items()
+    named = ((n, told.get(word) if isinstance(word, str) else word) for n, word in words)
+    return {name: value for name, value in named if value is not None}
 
 
 def _lora_values(lora: Lora | None) -> dict[str, Value]:
