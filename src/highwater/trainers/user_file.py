@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from highwater.errors import UsageError
@@ -54,11 +55,9 @@ class FileWords(Record, frozen=True, kw_only=True):
     on_host: tuple[str, ...] = ()
     """Fields that put layers' activations into host memory."""
     optimizer: str = "optim"
-    words: dict[str, Any] = {}
+    words: Mapping[str, Any] = MappingProxyType({})
     """All names in order, each with the setting that it has, as text, or its value, if there is
     only one: the trainer's configuration is written by them, and a file is read by them alone."""
-    returns: tuple[str, ...] = ()
-    """Fields that put states into host memory, from where they return for each update."""
     refused: tuple[str, ...] = ()
     """Fields with effects that are not predicted, besides those of every trainer."""
     usual: tuple[str, ...] = ()
@@ -81,7 +80,6 @@ _ALL = packaged("trainers/user_file.json", _AllWords)
 FILE_WORDS: Mapping[TrainerName, FileWords] = _ALL.trainers
 _USUAL = (1, -1, "none", "sft")
 """Values of refused fields that have no such effect."""
-_RING = "context_parallel_size"
 _OPTIMIZERS = {
     "adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit",
     "adamw": r"adamw(_torch\w*)?|paged_adamw(_32bit)?",
@@ -122,8 +120,8 @@ class FileSettings(NamedTuple):
         budget_tokens = -(-settings.sequences_per_micro_batch * length_tokens // degree)
         told = dict(zip(_CHOSEN, ([degree], budget_tokens, settings.offloads_model), strict=True))
         named = {n: told[w] for n, w in words.items() if w in told and told[w] != own.get(w)}
-        leaves = {n.rpartition(".")[2]: str(v).lower().strip("[]") for n, v in named.items()}
-        return tuple(f"`{name}: {value}`" for name, value in leaves.items())
+        texts = (f"{n.rpartition('.')[2]}: {v}".lower() for n, v in named.items())
+        return tuple(dict.fromkeys(f"`{text.translate({91: None, 93: None})}`" for text in texts))
 
 
 def settings_of(
@@ -173,14 +171,13 @@ def settings_of(
             found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
     elif words.words:
         found = _by_words(words, config, source, gpus, notes)
-        if any(config.get(name) for name in words.returns):
-            notes.append("states that return for each update are counted at its peak, as they are")
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, words.targets, words.optimizer, *_ALL.known, *_ALL.refused}
     known |= {*words.rank, *words.alpha, *words.fused, *words.on_host}
-    known |= {*words.passed, *words.refused, *words.returns, *words.words}
-    left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
+    known |= {*words.passed, *words.refused, *words.words}
+    says = [name for name, value in config.items() if value is not False]
+    left = [name for name in says if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
     length_tokens = found.pop("length", _whole(config, words.length, source, usual=0)) or None
@@ -464,8 +461,8 @@ def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int
 
 def _unknown(source: str, name: str, value: Any) -> UsageError:
     hint = f"take `{name}` out of it, or set it otherwise, to predict the rest"
-    if name == _RING:
-        value = f"{value}, ring attention over {value} GPUs"
+    if name == "context_parallel_size":
+        value = f"{value}, ring attention over {value} GPUs beside Hugging Face's step"
         hint += "; of this package's engine rings are predicted: use `--ring` in the place of "
         hint += "`--trainer` and `--trainer-config`"
     if name == _THEIRS["recompute"]:

@@ -91,10 +91,8 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         "length": found.length_tokens,
     }
     if rollout is not None:
-        told["gpu_memory_utilization"] = rollout.gpu_memory_utilization or 0
-        told["rollout_tensor_parallel"] = rollout.rollout_tensor_parallel
-        told["rollout_sequences"] = rollout.rollout_sequences or 0
-        told["sleep_level"] = True
+        names = ("gpu_memory_utilization", "rollout_tensor_parallel", "rollout_sequences")
+        told |= {"sleep_level": True, **{name: getattr(rollout, name) or 0 for name in names}}
     told |= _lora_values(settings.adapters)
     words = FILE_WORDS["verl"].words.items()
     named = ((n, told.get(word) if isinstance(word, str) else word) for n, word in words)
