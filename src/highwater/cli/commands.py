@@ -153,7 +153,11 @@ def show(arguments: argparse.Namespace) -> int:
                 say_line(study.question, cell, answer)
             elif answer is None or answer.capacity_tokens is None:
                 console.notes(published_notes(study.question, cell, answer))
-    console.next_command(_after_show(studies[0], arguments.as_))
+    other = "table" if arguments.as_ == "published" else "published"
+    after = f"highwater show {shlex.quote(studies[0].path or '')} --as {other}"
+    if not studies[0].complete and studies[0].command:
+        after = f"{shlex.join(resumed(studies[0]))}  (answers the rest)"
+    console.next_command(after)
     is_open = any(exit_code(study) == EXIT_INCONCLUSIVE for study in studies)
     return EXIT_INCONCLUSIVE if is_read and is_open else EXIT_ANSWERED
 
@@ -259,13 +263,6 @@ def _after_find(study: Study, typed: Sequence[str]) -> str:
     if study.path is None:
         return shlex.join(word for word in study.command if word != "--dry-run")
     return f"highwater show {shlex.quote(study.path)} --as published"
-
-
-def _after_show(study: Study, shown_as: str) -> str:
-    if not study.complete and study.command:
-        return f"{shlex.join(resumed(study))}  (answers the rest)"
-    other = "table" if shown_as == "published" else "published"
-    return f"highwater show {shlex.quote(study.path or '')} --as {other}"
 
 
 def with_memory(words: Sequence[str], request: Request, budget_bytes: int | None) -> list[str]:

@@ -147,7 +147,7 @@ def _requests(
         # length as before it; the proof is full; this machine's GPUs and host memory are not
         # checked; and the question is ``simulated``.
         "dry_run": True,
-        **_copies_of_machines(where),
+        **({"copies": [where.machines]} if where.machines > 1 else {}),  # one on each machine
         **MEMORY[trainer].fixed_fields(settings),
     }
     if settings.get("offload") == "states" and not TRAINERS[trainer].offloads_states:
@@ -172,11 +172,6 @@ def _requests(
     return [request_from(fields, keywords=True) for fields in requested]
 
 
-def _copies_of_machines(where: Cluster) -> dict[str, Any]:
-    """Field ``copies``: one copy of the states on each machine; empty for a single machine."""
-    return {"copies": [where.machines]} if where.machines > 1 else {}
-
-
 def _default_degrees(
     model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> dict[str, list[int]]:
@@ -199,7 +194,8 @@ def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[in
     works = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
     if not where.is_several_machines or where.may_shard_across:
         return works
-    named = request_from({"model": model, **_copies_of_machines(where), **settings}, keywords=True)
+    own = {"copies": [where.machines]} if where.machines > 1 else {}
+    named = request_from({"model": model, **own, **settings}, keywords=True)
     machines = [
         where.gpus // where.machines
         if where.machines > 1

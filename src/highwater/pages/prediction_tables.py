@@ -87,8 +87,7 @@ def prediction_answer(
     how_many = _how_many(alternatives, prediction.gpus)
     in_bf16 = _in_bf16(answer, as_saved)
     if read is not None and longest is not None and farthest is not None:
-        reach = longest.answer, farthest.answer
-        text = _of_file(prediction, read, *reach, changed, alternatives)
+        text = _of_file(prediction, read, longest.answer, farthest.answer, changed)
     elif answer is None:
         source += how_many and f"; {how_many}"
         text = _nothing(prediction, source + in_bf16, longest, alternatives)
@@ -109,7 +108,6 @@ def _of_file(
     within: CellPrediction | None,
     best: CellPrediction | None,
     changed: Recommendation | None,
-    alternatives: Sequence[Alternative],
 ) -> str:
     """Lines on a user's own file: whose step is predicted, whether its length fits as it is written
     and how far it trains so (``within``) and with changes (``best``); these changes; and the least
@@ -121,14 +119,10 @@ def _of_file(
     row, by, (nearest, lacks_bytes) = REGISTRY[prediction.trainer], "", _nearest(prediction)
     if row.trains_by is not None:
         by = f" as {REGISTRY[row.trains_by].title}'s step, {row.title}'s own unmeasured"
-    is_of_host, left_bytes = nearest.binding == "host", shown.headroom_bytes
-    lacks_bytes = lacks_bytes if is_of_host else max(-left_bytes, 0) or lacks_bytes
-    fits, left = (
-        "does not fit",
-        f"{format_bytes(lacks_bytes)}{' of host memory' * is_of_host} short",
-    )
-    held = read.settings.get("token_budget", asked) * read.settings.get("ulysses", [1])[0]
-    if held < asked:
+    left_bytes, of_host = shown.headroom_bytes, " of host memory" * (nearest.binding == "host")
+    lacks_bytes = lacks_bytes if of_host else max(-left_bytes, 0) or lacks_bytes
+    fits, left = "does not fit", f"{format_bytes(lacks_bytes)}{of_host} short"
+    if read.held_tokens is not None and read.held_tokens < asked:
         left = "beyond its token budget"
     elif prediction.answer is not None:
         fits, left = "fits", f"{shown.risk}, {format_bytes(max(0, left_bytes))} left"
@@ -147,13 +141,14 @@ def _of_file(
     lines = f"Predicted{by}: {which}, {left}; {far}.\n{second}"
     chosen, is_scaled = prediction.answer or (changed and changed.chosen), asked > native_tokens
     if chosen is None:
-        return f"{lines}\n{_would_fit(alternatives, is_scaled=is_scaled) or _lacking(prediction)}"
+        would = _would_fit(changed.alternatives if changed else (), is_scaled=is_scaled)
+        return f"{lines}\n{would or _lacking(prediction)}"
     how, *told = _facts_of(chosen, *usual, is_scaled=is_scaled)
     words = f"As written, with {how}"
     if changed is not None and prediction.answer is None:
         made = f"change to {listed(read.changes_to(chosen.cell, asked)) or 'nothing'}"
-        made = _changed(changed.changes) if changed.changes else made
-        words = f"For {format_tokens(asked)} tokens {made}"
+        words = f"For {format_tokens(asked)} tokens "
+        words += _changed(changed.changes) if changed.changes else made
     return f"{lines}\n{words}: {'; '.join(filter(None, told))}."
 
 

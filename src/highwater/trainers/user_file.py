@@ -102,6 +102,8 @@ class FileSettings(NamedTuple):
     notes: tuple[str, ...]
     trainer: TrainerName
     source: str
+    held_tokens: int | None
+    """Longest sequence that the file's token budget holds, as it is shared in it; None: unknown."""
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -192,18 +194,19 @@ def settings_of(
             raise _unknown(source, _THEIRS.get(name, name), value)
     settings = {name: value for name, value in taken.items() if name not in refused}
     notes += [said for name, said in UNMEASURED.items() if settings.get(name, "none") != "none"]
-    budget_tokens = int(settings.get("token_budget", 0)) * settings.get("ulysses", [1])[0]
-    if 0 < budget_tokens < ((length_tokens if length is None else length) or 0):
+    is_held = "token_budget" in settings and "ulysses" not in typed
+    held = settings["token_budget"] * settings.get("ulysses", [1])[0] if is_held else None
+    if held is not None and held < ((length_tokens if length is None else length) or 0):
         del settings["token_budget"]
-        notes.append(f"the token budget of {source} holds {budget_tokens:,}, and is left out")
-    return FileSettings(settings, length_tokens, tuple(notes), trainer, source)
+        notes.append(f"the token budget of {source} holds {held:,} tokens, and is left out")
+    return FileSettings(settings, length_tokens, tuple(notes), trainer, source, held)
 
 
 _AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
-    "ulysses": lambda degree: [degree],
+    "ulysses": lambda degree: [int(degree)],
+    "token_budget": int,
     "activations": lambda is_on_host: "host" if is_on_host else "gpu",
     "sleep_level": lambda is_asleep: None if is_asleep else 0,
-    "lora_alpha": float,
     "lora_targets": lambda names: ",".join(names) if isinstance(names, list) else str(names),
 }
 """Values of a request's fields, from those in a file that is read by the words of ``emit``."""
@@ -221,6 +224,8 @@ def _by_words(
             keys.setdefault(word, key)
         elif config.get(key) not in (None, word):
             raise _unknown(source, key, config[key])
+    for name in {"ulysses", "token_budget"} & {*keys}:
+        _whole(config, keys[name], source)  # raises for what is no number
     found = {n: _AS_FIELDS.get(n, lambda v: v)(config[key]) for n, key in keys.items()}
     if "response_tokens" in keys:
         parts = ("prompt_tokens", "response_tokens")
