@@ -220,7 +220,12 @@ def _say_found(
     if request is not None and study.complete:
         _diagnose(request, study)
     if not arguments.json:
-        console.next_command(_after_find(study, arguments.command_line))
+        after = f"highwater show {shlex.quote(study.path or '')} --as published"
+        if study.path is None:
+            after = shlex.join(word for word in study.command if word != "--dry-run")
+        elif not study.complete:
+            after = f"{shlex.join(arguments.command_line)}  (goes on where the budget ended)"
+        console.next_command(after)
     return exit_code(study, has_budget=planned is not None and planned.budget_s is not None)
 
 
@@ -255,14 +260,6 @@ def _note_resumed(request: Request, question: Question) -> bool:
             console.notes([f"resuming {path}: {said}{again if late else ''}"])
             return True
     return False
-
-
-def _after_find(study: Study, typed: Sequence[str]) -> str:
-    if not study.complete and study.path is not None:
-        return f"{shlex.join(typed)}  (goes on where the budget ended)"
-    if study.path is None:
-        return shlex.join(word for word in study.command if word != "--dry-run")
-    return f"highwater show {shlex.quote(study.path)} --as published"
 
 
 def with_memory(words: Sequence[str], request: Request, budget_bytes: int | None) -> list[str]:

@@ -108,8 +108,8 @@ class FileSettings(NamedTuple):
     @property
     def kept(self) -> dict[str, Any]:
         """The settings but for those that a recommendation chooses itself."""
-        chosen = (*SAVING, *(_CHOSEN if FILE_WORDS[self.trainer].words else ()))
-        return {name: value for name, value in self.settings.items() if name not in chosen}
+        chosen = _CHOSEN if FILE_WORDS[self.trainer].words else ()
+        return {n: value for n, value in self.settings.items() if n not in (*SAVING, *chosen)}
 
     def changes_to(self, cell: Cell, length_tokens: int) -> tuple[str, ...]:
         """Changes to the file, in its own keys, with which a cell trains a length."""
@@ -205,7 +205,6 @@ def settings_of(
 _AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "ulysses": lambda degree: [int(degree)],
     "token_budget": int,
-    "activations": lambda is_on_host: "host" if is_on_host else "gpu",
     "sleep_level": lambda is_asleep: None if is_asleep else 0,
     "lora_targets": lambda names: ",".join(names) if isinstance(names, list) else str(names),
 }
@@ -232,8 +231,7 @@ def _by_words(
         found["length"] = sum(_whole(config, keys.get(n, ""), source, usual=512) for n in parts)
     if (of_file := found.get("gpus", gpus)) != gpus:
         notes.append(f"{source} is for {of_file} GPUs, and {gpus} are asked about")
-    names = {"length", "activations", *_CHOSEN}
-    names |= {*RolloutRequest.__struct_fields__} if "rollout" in found else set()
+    names = {"length", *_CHOSEN, *(RolloutRequest.__struct_fields__ if "rollout" in found else ())}
     names |= {"lora", "lora_alpha", "lora_targets"} if found.get("lora") else set()
     return {"offload": False, **{n: value for n, value in found.items() if n in names}}
 
