@@ -206,7 +206,7 @@ _AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "ulysses": lambda degree: [int(degree)],
     "token_budget": int,
     "sleep_level": lambda is_asleep: None if is_asleep else 0,
-    "lora_targets": lambda names: ",".join(names) if isinstance(names, list) else str(names),
+    "lora_targets": lambda names: ",".join(names) if isinstance(names, list) else names.strip("[]"),
 }
 """Values of a request's fields, from those in a file that is read by the words of ``emit``."""
 
@@ -233,7 +233,7 @@ def _by_words(
         notes.append(f"{source} is for {of_file} GPUs, and {gpus} are asked about")
     names = {"length", *_CHOSEN, *(RolloutRequest.__struct_fields__ if "rollout" in found else ())}
     names |= {"lora", "lora_alpha", "lora_targets"} if found.get("lora") else set()
-    return {"offload": False, **{n: value for n, value in found.items() if n in names}}
+    return {"offload": False, "ulysses": [1], **{n: found[n] for n in found if n in names}}
 
 
 def model_in(path: Path) -> str | None:
