@@ -179,9 +179,6 @@ def test_verls_own_lengths_and_budget_say_how_far_it_trains(tmp_path: Path):
     assert note == "own.yaml is for 4 GPUs, and 2 are asked about"
 
 
-AUTO = {"reduce_bucket_size": "auto"}
-
-
 @pytest.mark.parametrize(("what", "trainer", "changed"), table("user_file", "refused"))
 def test_what_nobody_predicts_is_refused_by_name(
     tmp_path: Path, what: str, trainer: TrainerName, changed: Any

@@ -176,18 +176,16 @@ def _file_ways(
     """
     from highwater.trainers.user_file import FILE_WORDS, settings_of
 
-    typed, trainer = dict(settings), prediction.trainer
+    typed, words = dict(settings), FILE_WORDS[prediction.trainer]
     path = Path(typed.pop("trainer_config"))
-    read = settings_of(trainer, path, gpus=prediction.gpus, typed=typed)
-    words = FILE_WORDS[trainer]
+    read = settings_of(prediction.trainer, path, gpus=prediction.gpus, typed=typed)
     is_told = prediction.answer is not None and prediction.length_tokens is None
     if is_told or not (words.words or words.length):
         return {}
-    shared = {**shared, "max_length": "1m"}
     rows = prediction.explained.cell.settings.traits.documents_together
     others = {**read.kept, "sequences_per_micro_batch": rows, **typed}
-    longest = api_predict(model, **shared, **settings)
-    return {"read": read, "longest": longest, "farthest": api_predict(model, **shared, **others)}
+    far = [api_predict(model, max_length="1m", **shared, **each) for each in (settings, others)]
+    return {"read": read, "longest": far[0], "farthest": far[1]}
 
 
 def _as_saved(arguments: argparse.Namespace, prediction: Prediction) -> Prediction | None:

@@ -131,10 +131,9 @@ def _of_file(
     second = f"No setting in it that saves memory {'trains longer' if tokens else 'changes that'}."
     made = read.changes_to(best.cell, best.reach_tokens) if best else ()
     if best is not None and made and best.reach_tokens > tokens:
-        is_scaled, to = best.reach_tokens > native_tokens, f"with changes {best.reach_tokens:,}"
-        far = f"{far}, {to}" if tokens else to
-        _, *told = _facts_of(best, *usual, is_scaled=is_scaled, is_second=True)
-        what = listed([*made, *["YaRN"] * is_scaled])
+        far += f", with changes {format_tokens(best.reach_tokens)}"
+        _, *told = _facts_of(best, *usual, is_scaled=True, is_second=True)
+        what = listed([*made, *["YaRN"] * (best.reach_tokens > native_tokens)])
         second = f"The longest, {_tokens(best.reach_tokens, native_tokens)}, takes {what}: "
         second += f"{', '.join(filter(None, told))}."
     which = f"{plain(read.source)} at {format_tokens(asked)} tokens {fits} {_gpus(prediction)}"
@@ -145,10 +144,10 @@ def _of_file(
         return f"{lines}\n{would or _lacking(prediction)}"
     how, *told = _facts_of(chosen, *usual, is_scaled=is_scaled)
     words = f"As written, with {how}"
-    if changed is not None and prediction.answer is None:
+    if fits != "fits":
         made = f"change to {listed(read.changes_to(chosen.cell, asked)) or 'nothing'}"
-        words = f"For {format_tokens(asked)} tokens "
-        words += _changed(changed.changes) if changed.changes else made
+        made = _changed(changed.changes) if changed and changed.changes else made
+        words = f"For {format_tokens(asked)} tokens {made}"
     return f"{lines}\n{words}: {'; '.join(filter(None, told))}."
 
 
@@ -480,9 +479,13 @@ def _unless_gpus(prediction: Prediction) -> str:
 
 def _nearest(prediction: Prediction) -> tuple[CellPrediction, int]:
     """The cell that lacks least, of GPUs before host memory, and the bytes that it lacks."""
-    nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
+
+    def lacks_bytes(cell: CellPrediction) -> int:  # older files say the headroom alone
+        return max(0, -cell.headroom_bytes) if cell.lacks_bytes is None else cell.lacks_bytes
+
+    nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", lacks_bytes(cell)))
     if nearest.binding != "host":
-        return nearest, _lacking_bytes(nearest)
+        return nearest, lacks_bytes(nearest)
     there_bytes = prediction.memory_limit.host_bytes or 0
     return nearest, nearest.footprint.host_needed_bytes - there_bytes
 
@@ -494,12 +497,6 @@ def _lacking(prediction: Prediction) -> str:
         f"Nearest is {how}, which lacks {format_bytes(lacks_bytes)} "
         f"{_LACKS.get(nearest.binding, '')}."
     )
-
-
-def _lacking_bytes(predicted: CellPrediction) -> int:
-    """Bytes of a GPU that a cell lacks; from its headroom if an older file has no such field."""
-    lacks_bytes = predicted.lacks_bytes
-    return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
 
 
 def _sentences_on(

@@ -227,6 +227,8 @@ def _recommended(
         candidates, of_studies = _with_trials(predicted_candidates(goal), goal, question, studies)
     else:
         candidates, of_studies = planned_candidates(goal, aim), ()
+    own = "settings are of this package's engine: `--trainer verl` says those of verl's actor"
+    notes += (own,) * (limit.rollout is not None and goal.trainer == OURS)
     others = ()
     if not any(candidate.fits for candidate in candidates):
         candidates = _with_one_that_may_fit(candidates, goal, question)

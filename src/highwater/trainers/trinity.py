@@ -308,9 +308,8 @@ PREDICTED = TrainerTraits(
     settings=frozenset(
         (
             *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
-            *("rope", "headroom", "start_length", "resolution", "max_length"),
+            *("rope", "headroom", "start_length", "resolution", "max_length", "prompt_tokens"),
             *("lora", "lora_alpha", "lora_targets", *RolloutRequest.__struct_fields__),
-            "prompt_tokens",  # which takes no memory: the logits are of every token
         )
     ),
     traces="bundled",

@@ -194,8 +194,7 @@ def settings_of(
             raise _unknown(source, _THEIRS.get(name, name), value)
     settings = {name: value for name, value in taken.items() if name not in refused}
     notes += [said for name, said in UNMEASURED.items() if settings.get(name, "none") != "none"]
-    is_held = "token_budget" in settings and "ulysses" not in typed
-    held = settings["token_budget"] * settings.get("ulysses", [1])[0] if is_held else None
+    held = settings.get("token_budget", 0) * settings.get("ulysses", [0])[0] or None
     if held is not None and held < ((length_tokens if length is None else length) or 0):
         del settings["token_budget"]
         notes.append(f"the token budget of {source} holds {held:,} tokens, and is left out")
@@ -203,8 +202,6 @@ def settings_of(
 
 
 _AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
-    "ulysses": lambda degree: [int(degree)],
-    "token_budget": int,
     "sleep_level": lambda is_asleep: None if is_asleep else 0,
     "lora_targets": lambda names: ",".join(names) if isinstance(names, list) else names.strip("[]"),
 }
@@ -223,9 +220,9 @@ def _by_words(
             keys.setdefault(word, key)
         elif config.get(key) not in (None, word):
             raise _unknown(source, key, config[key])
-    for name in {"ulysses", "token_budget"} & {*keys}:
-        _whole(config, keys[name], source)  # raises for what is no number
     found = {n: _AS_FIELDS.get(n, lambda v: v)(config[key]) for n, key in keys.items()}
+    found |= {n: _whole(config, keys[n], source) for n in ("ulysses", "token_budget") if n in keys}
+    found["ulysses"] = [found.get("ulysses", 1)]
     if "response_tokens" in keys:
         parts = ("prompt_tokens", "response_tokens")
         found["length"] = sum(_whole(config, keys.get(n, ""), source, usual=512) for n in parts)
@@ -233,7 +230,7 @@ def _by_words(
         notes.append(f"{source} is for {of_file} GPUs, and {gpus} are asked about")
     names = {"length", *_CHOSEN, *(RolloutRequest.__struct_fields__ if "rollout" in found else ())}
     names |= {"lora", "lora_alpha", "lora_targets"} if found.get("lora") else set()
-    return {"offload": False, "ulysses": [1], **{n: found[n] for n in found if n in names}}
+    return {"offload": False, **{n: value for n, value in found.items() if n in names}}
 
 
 def model_in(path: Path) -> str | None:
@@ -466,8 +463,7 @@ def _unknown(source: str, name: str, value: Any) -> UsageError:
     hint = f"take `{name}` out of it, or set it otherwise, to predict the rest"
     if name == "context_parallel_size":
         value = f"{value}, ring attention over {value} GPUs beside Hugging Face's step"
-        hint += "; of this package's engine rings are predicted: use `--ring` in the place of "
-        hint += "`--trainer` and `--trainer-config`"
+        hint += "; without `--trainer` and its file `--ring` says what a ring of our engine takes"
     if name == _THEIRS["recompute"]:
         hint = f"write `{name}: true` into it: it frees most of what layers keep, and is predicted"
     return UsageError(f"{source} has {name}: {value}, with which nobody predicts memory", hint=hint)
