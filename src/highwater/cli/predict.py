@@ -86,10 +86,11 @@ def predict(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
     ways, saved = _other_ways(arguments, prediction), _as_saved(arguments, prediction)
+    is_drawn = arguments.explain or (arguments.length and "read" not in ways)
     console.answer_page(
         in_lines(prediction_answer(prediction, as_saved=saved, **ways)),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
-        *(rollout_tables(prediction) if arguments.length or arguments.explain else ()),
+        *(rollout_tables(prediction) if is_drawn else ()),
         *((term_table(prediction.explained),) if arguments.explain else ()),
         noted=notes,
     )

@@ -237,8 +237,7 @@ def model_in(path: Path) -> str | None:
     """The model that a user's file names, by any trainer's field; None if it names none."""
     config = flat_fields(file_content(path), path, hint="name the file that your trainer takes")
     names = ["base_model", "model_name_or_path", "model"]
-    every = (pair for row in FILE_WORDS.values() for pair in row.words.items())
-    names += [name for name, word in every if word == "model"]
+    names += [n for row in FILE_WORDS.values() for n, word in row.words.items() if word == "model"]
     return next((str(config[name]) for name in names if config.get(name)), None)
 
 
