@@ -14,20 +14,15 @@ from highwater.memory.capacity import CellPrediction, Prediction
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
 from highwater.pages.prediction_tables import prediction_answer, recommendation_answer
-from highwater.trainers.user_file import FILE_WORDS, changes
+from highwater.trainers.emitted import nested
+from highwater.trainers.targets import configured
+from highwater.trainers.user_file import FILE_WORDS, changes, model_in, settings_of
+from tables import table
 
-AXOLOTL: dict[str, Any] = {"base_model": "Qwen/Qwen3-8B", "sequence_len": 16384, "bf16": "auto"}
-AXOLOTL |= {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "adapter": "qlora"}
-AXOLOTL |= {"load_in_4bit": True, "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True}
-AXOLOTL |= {"gradient_checkpointing": True, "optimizer": "adamw_torch_fused"}
-AXOLOTL["datasets"] = [{"path": "data", "type": "alpaca"}]
-LLAMAFACTORY: dict[str, Any] = {"stage": "sft", "finetuning_type": "lora", "lora_rank": 16}
-LLAMAFACTORY |= {"lora_target": "q_proj,v_proj", "cutoff_len": 51974, "quantization_bit": 4}
-LLAMAFACTORY |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-MS_SWIFT: dict[str, Any] = {"tuner_type": "full", "max_length": 16384, "deepspeed": "zero3"}
-MS_SWIFT |= {"use_liger_kernel": True, "gradient_accumulation_steps": 1}
-TRL: dict[str, Any] = {"max_length": 32768, "use_peft": True, "lora_r": 64, "packing": True}
-TRL["gradient_checkpointing"] = True
+OWN = table("user_file", "own")
+"""Files by trainer; those of the other tables are changed ones, of other trainers whole."""
+AXOLOTL, LLAMAFACTORY, TRL, VERL = (OWN[n] for n in ("axolotl", "llamafactory", "trl", "verl"))
+MS_SWIFT = table("user_file", "zero3")
 FSDP: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
 
@@ -64,33 +59,14 @@ def test_axolotls_file_has_its_adapters_length_kernels_and_offload(tmp_path: Pat
 
 ALONE = AXOLOTL | {"liger_fused_linear_cross_entropy": True}
 LAYERS = {f"liger_{name}": True for name in ("rope", "rms_norm", "glu_activation")}
-CONFIG = {"rope": False, "swiglu": False, "rms_norm": False, "fused_linear_cross_entropy": True}
-SWIFT = {"max_length": 16_384, "use_liger_kernel": True}
-KERNELS: dict[str, tuple[TrainerName, dict[str, Any], tuple[str, str]]] = {
-    "the loss alone": ("axolotl", ALONE, ("chunked", "loss")),
-    "some layers beside it": ("axolotl", ALONE | {"liger_rope": True}, ("chunked", "loss")),
-    "cut": ("axolotl", AXOLOTL | {"cut_cross_entropy": True}, ("chunked", "loss")),
-    "cut with layers": (
-        "axolotl",
-        AXOLOTL | LAYERS | {"cut_cross_entropy": True},
-        ("chunked", "all"),
-    ),
-    "one switch": ("ms-swift", SWIFT, ("chunked", "all")),
-    "its kernels named": ("ms-swift", SWIFT | {"liger_kernel_config": CONFIG}, ("chunked", "loss")),
-    "layers alone": (
-        "ms-swift",
-        SWIFT | {"liger_kernel_config": {"fused_linear_cross_entropy": False}},
-        ("full", "all"),
-    ),
-    "trl's own loss": ("trl", TRL | SWIFT | {"liger_kernel_config": CONFIG}, ("chunked", "all")),
-}
 
 
-@pytest.mark.parametrize("how", KERNELS)
-def test_which_of_ligers_kernels_a_file_has_is_told_apart(tmp_path: Path, how: str):
-    trainer, config, kernels = KERNELS[how]
-    found = predicted(tmp_path, trainer, config)
-    assert (settings(found).loss, settings(found).liger) == kernels
+@pytest.mark.parametrize(("how", "trainer", "changed", "kernels"), table("user_file", "kernels"))
+def test_which_of_ligers_kernels_a_file_has_is_told_apart(
+    tmp_path: Path, how: str, trainer: TrainerName, changed: Any, kernels: list[str]
+):
+    found = predicted(tmp_path, trainer, OWN.get(trainer, {}) | changed)
+    assert [settings(found).loss, settings(found).liger] == kernels
     assert any("Cut Cross Entropy" in note for note in found.notes) == how.startswith("cut")
 
 
@@ -98,18 +74,10 @@ def test_a_typed_loss_leaves_the_files_kernels_aside(tmp_path: Path):
     assert settings(predicted(tmp_path, "axolotl", ALONE, loss="full")).liger == "all"
 
 
-PAGED: dict[str, tuple[str, str, bool]] = {
-    "paged_adamw_8bit": ("adamw-8bit", "1", True),
-    "paged_adamw_32bit": ("adamw", "1", True),
-    "paged_adamw": ("adamw", "2", True),
-    "adamw_bnb_8bit": ("adamw-8bit", "1", False),
-    "adamw_torch": ("adamw", "1", False),
-}
-
-
-@pytest.mark.parametrize("name", PAGED)
-def test_paged_optimizers_are_read_by_their_names_in_transformers(tmp_path: Path, name: str):
-    optimizer, gpus, is_paged = PAGED[name]
+@pytest.mark.parametrize(("name", "optimizer", "gpus", "is_paged"), table("user_file", "paged"))
+def test_paged_optimizers_are_read_by_their_names_in_transformers(
+    tmp_path: Path, name: str, optimizer: str, gpus: str, is_paged: bool
+):
     found = predicted(tmp_path, "axolotl", AXOLOTL | {"optimizer": name}, gpus=gpus)
     assert (settings(found).optimizer, settings(found).paged) == (optimizer, is_paged)
     assert any("never measured" in note for note in found.notes) == is_paged
@@ -182,59 +150,48 @@ def test_what_is_typed_goes_first_and_what_nobody_can_tell_is_named(tmp_path: Pa
     assert said.endswith("of these is not predicted: neftune_noise_alpha")
 
 
-AUTO = {"reduce_bucket_size": "auto"}
-SWIFT_OFFLOADS = {"max_length": 8192, "gradient_checkpointing_kwargs": {"offload": True}}
-REFUSED: dict[str, tuple[TrainerName, dict[str, Any]]] = {
-    "deepspeed": ("axolotl", AXOLOTL | {"deepspeed": "zero1.json"}),
-    "deepspeed: its": ("axolotl", AXOLOTL | {"deepspeed": "zero3_bf16_cpuoffload_params.json"}),
-    "shares next to nothing": ("axolotl", AXOLOTL | {"deepspeed": "zero3.json"}),
-    "deepspeed: zero2": ("trl", TRL | {"deepspeed": {"zero_optimization": {"stage": 2} | AUTO}}),
-    "context_parallel_size": ("axolotl", AXOLOTL | {"context_parallel_size": 4}),
-    "gradient_checkpointing": ("axolotl", AXOLOTL | {"gradient_checkpointing": False}),
-    "adafactor": ("axolotl", AXOLOTL | {"optimizer": "adafactor"}),
-    "rl: grpo": ("axolotl", AXOLOTL | {"rl": "grpo"}),
-    "offload_params": ("axolotl", AXOLOTL | {"fsdp_config": {"offload_params": True}}),
-    "offload of activations": ("ms-swift", SWIFT_OFFLOADS),
-    "stage: dpo": ("llamafactory", LLAMAFACTORY | {"stage": "dpo"}),
-    "use_dora": ("llamafactory", LLAMAFACTORY | {"use_dora": True}),
-    "no file beside it": ("trl", TRL | {"accelerate_config": "zero3"}),
-    "attn_implementation: eager": ("trl", TRL | {"attn_implementation": "eager"}),
-    "flash_attn: disabled": ("llamafactory", LLAMAFACTORY | {"flash_attn": "disabled"}),
-    "use_vllm": ("trl", TRL | {"use_vllm": True}),
-    "no whole number": ("axolotl", AXOLOTL | {"micro_batch_size": "auto"}),
-    "no whole number.*": ("llamafactory", LLAMAFACTORY | {"cutoff_len": "8k"}),
-    "told by no file": ("transformers", AXOLOTL),
-}
+@pytest.mark.parametrize("asked", table("user_file", "emitted"))
+def test_a_file_that_was_emitted_is_read_as_it_was_meant(tmp_path: Path, asked: dict[str, Any]):
+    """As a script of overrides, and as sections of YAML."""
+    place: dict[str, Any] = {"gpus": "4xH100-80GB", "trainer": "verl", "host_memory": "900GiB"}
+    found = highwater.recommend("Qwen3-8B", length="64k", prompt_tokens=512, **place, **asked)
+    made = configured("verl", found, found.chosen, model="Qwen/Qwen3-8B")
+    forms = (made.text, yaml.safe_dump(nested(made.values)))
+    for name, text in zip(("verl.sh", "verl.yaml"), forms, strict=True):
+        (tmp_path / name).write_text(text)
+        read = settings_of("verl", tmp_path / name, gpus=4, typed={})
+        assert model_in(tmp_path / name) == "Qwen/Qwen3-8B"
+        assert (read.length_tokens, read.notes) == (65_536, ())
+        assert read.settings["ulysses"] == [found.chosen.cell.layout.ulysses_degree]
+        assert read.settings["token_budget"] == found.chosen.token_budget_tokens
+        assert {name: read.settings[name] for name in asked} == asked
+        assert read.changes_to(found.chosen.cell, 65_536) == ()
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_nobody_predicts_is_refused_by_name(tmp_path: Path, what: str):
-    trainer, config = REFUSED[what]
+def test_verls_own_lengths_and_budget_say_how_far_it_trains(tmp_path: Path):
+    asked: dict[str, Any] = {"gpus": "4", "model": "Qwen2.5-7B-Instruct"}
+    within = predicted(tmp_path, "verl", VERL, **asked)
+    assert (within.length_tokens, within.answer.cell.layout.ulysses_degree) == (16_384, 1)
+    longer = predicted(tmp_path, "verl", VERL, **asked, length="32k")
+    assert longer.answer is None
+    assert any("holds 16,384 tokens" in note for note in longer.notes)
+    (note,) = settings_of("verl", tmp_path / "own.yaml", gpus=2, typed={}).notes
+    assert note == "own.yaml is for 4 GPUs, and 2 are asked about"
+
+
+@pytest.mark.parametrize(("what", "trainer", "changed"), table("user_file", "refused"))
+def test_what_nobody_predicts_is_refused_by_name(
+    tmp_path: Path, what: str, trainer: TrainerName, changed: Any
+):
     with pytest.raises(UsageError, match=what) as refused:
-        predicted(tmp_path, trainer, config)
+        predicted(tmp_path, trainer, OWN.get(trainer, {}) | changed)
     assert "`" in str(refused.value.hint)
 
 
-HOST = {"device": "cpu", "pin_memory": True}
-TEMPLATE = "examples/deepspeed/ds_z2_offload_config.json"
-NOWHERE = {"offload_optimizer": {"device": "none"}, "reduce_bucket_size": 7}
-SECOND = {"stage": 2, "reduce_bucket_size": 1000, "overlap_comm": True}
-NO_OPTIMIZER = {"stage": 3, "offload_optimizer": HOST}
-DEEPSPEEDS: dict[str, tuple[Any, str, int | None]] = {
-    "a template's name": ("zero3_offload", "zero3-offload", None),
-    "LLaMA-Factory's": (TEMPLATE, "zero2-offload", 500_000_000),
-    "what is auto": ({"stage": 3} | AUTO, "zero3", None),
-    "numbers as YAML has them": ({"stage": 3, "reduce_bucket_size": "5e7"}, "zero3", 50_000_000),
-    "a second bucket": (SECOND, "zero2", 2000),
-    "the optimizer away": (NO_OPTIMIZER | AUTO, "zero3-optimizer-offload", None),
-    "parameters away": (NO_OPTIMIZER | {"offload_param": HOST}, "zero3-offload", 500_000_000),
-    "nowhere": ({"stage": 3} | NOWHERE, "zero3", 7),
-}
-
-
-@pytest.mark.parametrize("how", DEEPSPEEDS)
-def test_deepspeeds_own_file_decides_its_stage_and_what_is_on_the_host(tmp_path: Path, how: str):
-    zero, form, bucket = DEEPSPEEDS[how]
+@pytest.mark.parametrize(("how", "zero", "form", "bucket"), table("user_file", "deepspeed"))
+def test_deepspeeds_own_file_decides_its_stage_and_what_is_on_the_host(
+    tmp_path: Path, how: str, zero: Any, form: str, bucket: int | None
+):
     if isinstance(zero, dict):
         (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
         zero = "ds.json"
@@ -362,6 +319,28 @@ def test_a_file_that_does_not_fit_is_told_the_fewest_changes_the_largest_first(
         found.chosen.headroom_bytes,
     )
     assert changed.capacity_tokens
+
+
+@pytest.mark.parametrize("trainer", ["axolotl", "verl"])
+def test_the_longest_length_with_changes_trains_where_they_are_written(
+    tmp_path: Path, trainer: TrainerName
+):
+    config, path = {"axolotl": WITHOUT_NF4, "verl": VERL}[trainer], tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump(config))
+    read, place = settings_of(trainer, path, gpus=4, typed={}), {"gpus": "4xA100-80GB"}
+    alone: dict[str, Any] = {"trainer": trainer, "sequences_per_micro_batch": 1, **place}
+    best = highwater.predict("Qwen3-8B", max_length="1m", **{**read.kept, **alone}).answer
+    said = " ".join(read.changes_to(best.cell, best.reach_tokens))
+    names = {name.rpartition(".")[2]: name for name in FILE_WORDS[trainer].words}
+    own = {names.get(name, name): value for name, value in written({}, said).items()}
+    path.write_text(yaml.safe_dump(config | own))
+    place |= {"allocator": "expandable" if trainer == "verl" or "environment" in said else "native"}
+    asked: dict[str, Any] = {"trainer": trainer, "trainer_config": str(path), **place}
+    found = highwater.predict("Qwen3-8B", length=best.reach_tokens, **asked).answer
+    assert (found.cell.layout, found.headroom_bytes) == (best.cell.layout, best.headroom_bytes)
+    assert highwater.predict("Qwen3-8B", max_length="1m", **asked).answer.reach_tokens >= (
+        best.reach_tokens
+    )
 
 
 def test_a_file_that_fits_is_recommended_as_it_is(tmp_path: Path):

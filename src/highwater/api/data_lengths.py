@@ -151,7 +151,8 @@ def data_lengths(
     kept = tuple(map(keep, lengths))
     at = documents[math.ceil(round(whole_share * len(documents), 6)) - 1]
     whole_tokens, reach, trained_by = -(-at // _ROUND) * _ROUND, None, None
-    cut = (whole and whole_tokens) if length is None else parse_tokens(str(length))
+    cut = None if whole is None else whole_tokens
+    cut = cut if length is None else parse_tokens(str(length))
     if model is not None and may_cost:
         longest = predict(model, **asked)
         row, reach = REGISTRY[longest.trainer], longest.explained.capacity_tokens

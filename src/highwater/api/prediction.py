@@ -101,12 +101,13 @@ def predict(
     if (own_file := settings.pop("trainer_config", None)) is not None:
         from highwater.trainers.user_file import settings_of
 
-        read = settings_of(trainer, Path(own_file), gpus=where.gpus, typed=settings)
         is_asked = {row.name for row in TOPICS["lengths"]} & {*settings}
+        held = 0 if is_asked else length_tokens
+        read = settings_of(trainer, Path(own_file), gpus=where.gpus, typed=settings, length=held)
         settings, said = {**read.settings, **settings}, read.notes
         if length_tokens is None and not is_asked and read.length_tokens is not None:
             length_tokens = read.length_tokens
-            said += (f"{own_file} has this length; `--max-length 1m` asks for the longest",)
+            said += (f"{own_file} has this length",)
     question, notes = trainer_question(model, where, trainer, length_tokens, settings)
     if own_file is not None and "allocator" not in settings:  # no file says the environment
         native = (e.changed(allocator="native") for e in question.cells if not e.settings.offload)

@@ -20,7 +20,7 @@ from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.model.families import TRAINED, WRAPPERS
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import CatalogModel, model_catalog
-from highwater.nouns.hardware import GpuKind, Host, gpu_catalog, host_catalog, lacking, runs_trials
+from highwater.nouns.hardware import GpuKind, gpu_catalog, host_catalog, lacking, runs_trials
 from highwater.nouns.request import DECLARED
 from highwater.pages.table import TextTable, table_of
 from highwater.units import counted, format_tokens
@@ -95,17 +95,15 @@ def _model_table(listed: Sequence[tuple[CatalogModel, ModelShape]], *, is_whole:
     )
 
 
-def _hosts_with(kind: GpuKind) -> list[Host]:
-    return [host for host in host_catalog() if host.kind == kind.name]
-
-
 def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
     def trains(kind: GpuKind) -> str:
         can = "yes" if runs_trials(kind.name) else "predictions only"
         return "no" if lacking(kind) else can
 
+    hosts_with = {k.name: [host for host in host_catalog() if host.kind == k.name] for k in kinds}
+
     def host_memory(kind: GpuKind) -> str:
-        hosts = _hosts_with(kind)
+        hosts = hosts_with[kind.name]
         each = (f"{host.host_gib:,}{f' for {host.gpus}' * host.is_divided}" for host in hosts)
         return ", ".join(each) or "-"
 
@@ -128,7 +126,7 @@ def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
                 f"{kind.name}, host memory: "
                 + "; ".join(f"{host.machine} ({host.source})" for host in hosts)
                 for kind in kinds
-                if (hosts := _hosts_with(kind))
+                if (hosts := hosts_with[kind.name])
             ),
         ),
         names=1,

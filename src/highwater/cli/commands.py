@@ -153,7 +153,11 @@ def show(arguments: argparse.Namespace) -> int:
                 say_line(study.question, cell, answer)
             elif answer is None or answer.capacity_tokens is None:
                 console.notes(published_notes(study.question, cell, answer))
-    console.next_command(_after_show(studies[0], arguments.as_))
+    other = "table" if arguments.as_ == "published" else "published"
+    after = f"highwater show {shlex.quote(studies[0].path or '')} --as {other}"
+    if not studies[0].complete and studies[0].command:
+        after = f"{shlex.join(resumed(studies[0]))}  (answers the rest)"
+    console.next_command(after)
     is_open = any(exit_code(study) == EXIT_INCONCLUSIVE for study in studies)
     return EXIT_INCONCLUSIVE if is_read and is_open else EXIT_ANSWERED
 
@@ -216,7 +220,12 @@ def _say_found(
     if request is not None and study.complete:
         _diagnose(request, study)
     if not arguments.json:
-        console.next_command(_after_find(study, arguments.command_line))
+        after = f"highwater show {shlex.quote(study.path or '')} --as published"
+        if study.path is None:
+            after = shlex.join(word for word in study.command if word != "--dry-run")
+        elif not study.complete:
+            after = f"{shlex.join(arguments.command_line)}  (goes on where the budget ended)"
+        console.next_command(after)
     return exit_code(study, has_budget=planned is not None and planned.budget_s is not None)
 
 
@@ -251,21 +260,6 @@ def _note_resumed(request: Request, question: Question) -> bool:
             console.notes([f"resuming {path}: {said}{again if late else ''}"])
             return True
     return False
-
-
-def _after_find(study: Study, typed: Sequence[str]) -> str:
-    if not study.complete and study.path is not None:
-        return f"{shlex.join(typed)}  (goes on where the budget ended)"
-    if study.path is None:
-        return shlex.join(word for word in study.command if word != "--dry-run")
-    return f"highwater show {shlex.quote(study.path)} --as published"
-
-
-def _after_show(study: Study, shown_as: str) -> str:
-    if not study.complete and study.command:
-        return f"{shlex.join(resumed(study))}  (answers the rest)"
-    other = "table" if shown_as == "published" else "published"
-    return f"highwater show {shlex.quote(study.path or '')} --as {other}"
 
 
 def with_memory(words: Sequence[str], request: Request, budget_bytes: int | None) -> list[str]:

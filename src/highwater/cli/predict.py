@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from highwater.api.gpu_choice import cheapest_gpus
@@ -87,10 +88,11 @@ def predict(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
     ways, saved = _other_ways(arguments, prediction), _as_saved(arguments, prediction)
+    is_drawn = arguments.explain or (arguments.length and "read" not in ways)
     console.answer_page(
         in_lines(prediction_answer(prediction, as_saved=saved, **ways)),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
-        *(rollout_tables(prediction) if arguments.length or arguments.explain else ()),
+        *(rollout_tables(prediction) if is_drawn else ()),
         *((term_table(prediction.explained),) if arguments.explain else ()),
         noted=notes,
     )
@@ -144,30 +146,51 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
 
 
 def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
-    """If nothing fits: the prediction without a length, alternatives, and a user's file with
-    changes. If a length may fit on one GPU: only alternatives, which say how many GPUs are safe.
+    """Of a user's file with a length: how far it trains. If nothing fits: the prediction without a
+    length, alternatives, and the file with changes. If a length may fit on one GPU: only
+    alternatives, which say how many GPUs are safe.
     """
     answer, asked = prediction.answer, prediction.length_tokens
-    is_told = answer is not None and (answer.capacity_tokens or not asked or prediction.gpus > 1)
-    if is_told or prediction.method != "formula" or arguments.calibrate:
+    if prediction.method != "formula" or arguments.calibrate:
         return {}
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     shared, longest = typed_place(arguments), None
-    if answer is None and asked is not None:
-        if "trainer_config" in settings:
-            shared["max_length"] = "1m"  # the file may say the length
+    ways = _file_ways(prediction, model, shared, settings) if "trainer_config" in settings else {}
+    if answer is not None and (answer.capacity_tokens or not asked or prediction.gpus > 1):
+        return ways
+    if answer is None and asked is not None and not ways:
         longest = api_predict(model, constants=arguments.constants, **shared, **settings)
     length_tokens = asked or prediction.cells[0].does_not_fit_tokens
     grid = {flag_of(name) for name in settings if name not in OF_OTHERS}
     if length_tokens is None or grid.intersection(_NOT_RECOMMENDED):
-        return {"longest": longest}
+        return {"longest": longest, **ways}
     from highwater.recommendation.recommend import recommend, what_would_fit
 
     if "trainer_config" not in settings:
         would = what_would_fit(model, length_tokens=length_tokens, **shared, **settings)
         return {"longest": longest, "alternatives": would}
-    found = recommend(model, length=length_tokens, **typed_place(arguments), **settings)
-    return {"longest": longest, "alternatives": found.alternatives, "changed": found}
+    found = recommend(model, length=length_tokens, **shared, **settings)
+    return {"longest": longest, "alternatives": found.alternatives, "changed": found, **ways}
+
+
+def _file_ways(
+    prediction: Prediction, model: str, shared: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """What a user's file says, and how far it trains as it is and with changes; empty if no length
+    is asked about and one trains, and of a file that says only how processes share the work.
+    """
+    from highwater.trainers.user_file import FILE_WORDS, settings_of
+
+    typed, words = dict(settings), FILE_WORDS[prediction.trainer]
+    path = Path(typed.pop("trainer_config"))
+    read = settings_of(prediction.trainer, path, gpus=prediction.gpus, typed=typed)
+    is_told = prediction.answer is not None and prediction.length_tokens is None
+    if is_told or not (words.words or words.length):
+        return {}
+    rows = prediction.explained.cell.settings.traits.documents_together
+    others = {**read.kept, "sequences_per_micro_batch": rows, **typed}
+    far = [api_predict(model, max_length="1m", **shared, **each) for each in (settings, others)]
+    return {"read": read, "longest": far[0], "farthest": far[1]}
 
 
 def _as_saved(arguments: argparse.Namespace, prediction: Prediction) -> Prediction | None:
@@ -284,7 +307,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         # a timeline is written by now
         return shlex.join((*words_without(arguments.command_line, "--timeline"), "--explain"))
     model, settings = str(typed_values(arguments)["model"]), prediction.explained.cell.settings
-    if not TRAINERS[prediction.trainer].is_run:
+    if not TRAINERS[prediction.trainer].is_run and "trainer_config" not in vars(arguments):
         words = words_again(arguments, drop=("--trainer", *map(flag_of, OF_OTHERS)))
         return shlex.join(("highwater", "predict", model, *words))
     foreign = foreign_name(prediction.trainer)

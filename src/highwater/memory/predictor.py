@@ -239,7 +239,7 @@ def predict_cell(
         capacity_tokens=grid.length(capacity_index) if capacity_index else 0,
         likely_tokens=grid.length(likely_index) if likely_index else likely_index,
     )
-    if capacity_index >= _last_index(by_formula):
+    if capacity_index >= max(1, by_formula.question.size_of(by_formula.cell)):
         return predicted.replace(binding="ceiling")
     longer_tokens = grid.length(capacity_index + 1)
     longer = by_formula.at(longer_tokens).footprint
@@ -258,11 +258,6 @@ def _edges(predictor: Predictor, room_bytes: int, extent: Extent) -> tuple[int, 
     if predictor is predictor.by_formula or extent == "everything":
         likely_index = longest(predictor, limit_bytes)
     return longest(predictor, room_bytes, likely_index=likely_index), likely_index
-
-
-def _last_index(by_formula: FormulaPredictor) -> int:
-    """Grid index of the longest length that the cell can try, at least 1."""
-    return max(1, by_formula.question.size_of(by_formula.cell))
 
 
 def predict_at(
@@ -363,7 +358,7 @@ def longest(predictor: Predictor, room_bytes: int, *, likely_index: int | None =
     """Grid index of the longest length that fits into ``room_bytes``; 0 if none fits."""
     by_formula = predictor.by_formula
     question = by_formula.question
-    end = _last_index(by_formula)
+    end = max(1, question.size_of(by_formula.cell))
     start = predictor.start(room_bytes, likely_index)
 
     def fits(index: int) -> bool:

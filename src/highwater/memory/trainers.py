@@ -25,6 +25,7 @@ from highwater.memory.predictor import (
 from highwater.model.model import ModelShape
 from highwater.nouns.study import Cell, Question, Study
 from highwater.nouns.trainer import (
+    FOREIGN,
     OURS,
     REGISTRY,
     TRAINERS,
@@ -88,7 +89,7 @@ class TrainerMemory:
 def _composed(memory: TrainerMemory, name: str) -> TrainerMemory:
     """How another trainer's step is predicted for ``name``, with ``name``'s own residuals."""
     taught = partial(study_residuals, trainer=cast(TrainerName, name), formula=memory.formula)
-    return replace(memory, learn=taught)
+    return replace(memory, learn=taught if name in FOREIGN else None)
 
 
 MEMORY: Mapping[TrainerName, TrainerMemory] = TrainerParts(TrainerName, "MEMORY", _composed)

@@ -33,6 +33,7 @@ TrainerName = Literal[
     "llamafactory",
     "axolotl",
     "ms-swift",
+    "verl",
 ]
 """Trainers whose memory is predicted: by ``PREDICTED`` and ``MEMORY`` of their own modules, or of
 the module of the trainer by whose step they train."""
@@ -96,7 +97,7 @@ REGISTRY: Mapping[str, Registered] = {
     "ms-swift": Registered(
         "ms-swift", "ms_swift", "transformers", lacks=frozenset(("activations",))
     ),
-    "verl": Registered("verl", "verl", tokens_field="ppo_max_token_len_per_gpu"),
+    "verl": Registered("verl", "verl", "trinity", tokens_field="ppo_max_token_len_per_gpu"),
     "trinity": Registered("Trinity-RFT", "trinity", tokens_field="max_token_len_per_gpu"),
     "areal": Registered("AReaL", "areal"),
     "torchtitan": Registered("torchtitan", "torchtitan"),
@@ -189,8 +190,8 @@ def _composed(traits: TrainerTraits, name: str) -> TrainerTraits:
     return traits.replace(
         step=f"{row.title}'s step, taken as {traits.step}",
         settings=traits.settings and traits.settings - row.lacks,
-        is_run=True,
-        is_watched=True,
+        is_run=name in FOREIGN,
+        is_watched=name in FOREIGN,
         loads_as_saved=False,
         targets=(name,),
     )

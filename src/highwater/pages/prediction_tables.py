@@ -21,7 +21,7 @@ from highwater.model.held_bytes import PROCESS_BYTES
 from highwater.model.rope import YARN_IN_USE
 from highwater.nouns.cluster import nameless
 from highwater.nouns.hardware import THIS_MACHINE, runs_trials
-from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
+from highwater.nouns.recommendation import Alternative, Candidate, FileChange, Recommendation
 from highwater.nouns.settings import (
     Settings,
     listed,
@@ -48,6 +48,7 @@ from highwater.units import GIB, counted, format_bytes, format_seconds, format_s
 if TYPE_CHECKING:
     from highwater.api.data_lengths import DataLengths, KeptLength
     from highwater.api.gpu_choice import GpuChoice
+    from highwater.trainers.user_file import FileSettings
 
 _LACKS = {
     "device": "of each GPU",
@@ -74,19 +75,25 @@ def prediction_answer(
     alternatives: Sequence[Alternative] = (),
     changed: Recommendation | None = None,
     as_saved: Prediction | None = None,
+    read: "FileSettings | None" = None,
+    farthest: Prediction | None = None,
 ) -> str:
     """Sentences on how far a model trains, and with which settings; at one length, whether it
     trains. If nothing fits, they name what would: a shorter length, from ``longest``, the
     prediction of the same question without a length; ``alternatives``; and changes to the user's
     own file, from ``changed``. ``as_saved``: the prediction with weights in bf16, to be named too.
+    Of a user's own file that is ``read`` two lines say first how far it trains: as it is written
+    (``longest``), and with changes (``farthest``).
     """
     answer, known = prediction.answer, prediction.calibration
     source = predicted_as(prediction.trainer, known.own_trials if known else 0)
     how_many = _how_many(alternatives, prediction.gpus)
     in_bf16 = _in_bf16(answer, as_saved)
-    if answer is None:
+    if read is not None and longest is not None and farthest is not None:
+        text = _of_file(prediction, read, longest.answer, farthest.answer, changed)
+    elif answer is None:
         source += how_many and f"; {how_many}"
-        text = _nothing(prediction, source + in_bf16, longest, alternatives, changed)
+        text = _nothing(prediction, source + in_bf16, longest, alternatives)
     else:
         text = _answered(prediction, answer, source + in_bf16, how_many)
     text += _of_small_batches(prediction)
@@ -96,6 +103,55 @@ def prediction_answer(
         text += " Generation by transformers ends it, whose keys and values are of a whole batch:"
         text += " `--rollout vllm` has a cache of its own size."
     return text if prediction.tried is None else f"{_of_allocation(prediction)}\n{text}"
+
+
+def _of_file(
+    prediction: Prediction,
+    read: "FileSettings",
+    within: CellPrediction | None,
+    best: CellPrediction | None,
+    changed: Recommendation | None,
+) -> str:
+    """Lines on a user's own file: whose step is predicted, whether its length fits as it is written
+    and how far it trains so (``within``) and with changes (``best``); these changes; and the least
+    for its own length.
+    """
+    shown, native_tokens = prediction.explained, prediction.native_length_tokens
+    asked = prediction.length_tokens or shown.does_not_fit_tokens or 0
+    usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
+    row, by, (nearest, lacks_bytes) = REGISTRY[prediction.trainer], "", _nearest(prediction)
+    if row.trains_by is not None:
+        by = f" as {REGISTRY[row.trains_by].title}'s step, {row.title}'s own unmeasured"
+    left_bytes, of_host = shown.headroom_bytes, " of host memory" * (nearest.binding == "host")
+    lacks_bytes = lacks_bytes if of_host else max(-left_bytes, 0) or lacks_bytes
+    fits, left = "does not fit", f"{format_bytes(lacks_bytes)}{of_host} short"
+    if read.held_tokens is not None and read.held_tokens < asked:
+        left = "beyond its token budget"
+    elif prediction.answer is not None:
+        fits, left = "fits", f"{shown.risk}, {format_bytes(max(0, left_bytes))} left"
+    tokens = max(asked * (fits == "fits"), within.reach_tokens if within else 0)
+    far = f"as written {format_tokens(tokens)} train" if tokens else "as written none"
+    second = f"No setting in it that saves memory {'trains longer' if tokens else 'changes that'}."
+    made = read.changes_to(best.cell, best.reach_tokens) if best else ()
+    if best is not None and made and best.reach_tokens > tokens:
+        far += f", with changes {format_tokens(best.reach_tokens)}"
+        _, *told = _facts_of(best, *usual, is_scaled=True, is_second=True)
+        what = listed([*made, *["YaRN"] * (best.reach_tokens > native_tokens)])
+        second = f"The longest, {_tokens(best.reach_tokens, native_tokens)}, takes {what}: "
+        second += f"{', '.join(filter(None, told))}."
+    which = f"{plain(read.source)} at {format_tokens(asked)} tokens {fits} {_gpus(prediction)}"
+    lines = f"Predicted{by}: {which}, {left}; {far}.\n{second}"
+    chosen, is_scaled = prediction.answer or (changed and changed.chosen), asked > native_tokens
+    if chosen is None:
+        would = _would_fit(changed.alternatives if changed else (), is_scaled=is_scaled)
+        return f"{lines}\n{would or _lacking(prediction)}"
+    how, *told = _facts_of(chosen, *usual, is_scaled=is_scaled)
+    words = f"As written, with {how}"
+    if fits != "fits":
+        made = f"change to {listed(read.changes_to(chosen.cell, asked)) or 'nothing'}"
+        made = _changed(changed.changes) if changed and changed.changes else made
+        words = f"For {format_tokens(asked)} tokens {made}"
+    return f"{lines}\n{words}: {'; '.join(filter(None, told))}."
 
 
 def _of_allocation(prediction: Prediction) -> str:
@@ -319,9 +375,7 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
             lacks = f"{format_bytes(written.lacks_bytes or 0)} of host memory short"
         claim = f"{no}{surely} as {plain(found.own_file or '')} is written, {lacks}: "
     if written is not None and found.changes:
-        (change, *others), frees = found.changes, format_bytes(found.changes[0].frees_bytes)
-        more = f"; with {listed([each.words for each in others])} as well " if others else ", and "
-        claim += f"change to {change.words}{' first' * bool(others)} (frees {frees}){more}"
+        claim += f"{_changed(found.changes)}{' ' if len(found.changes) > 1 else ', and '}"
     source = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
     source += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
     source = "measured, in memory alone" if chosen.is_memory_only else source
@@ -332,6 +386,13 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
     claim += f"{plain(found.model_name)} trains {tokens} on {where}{how_many and f' ({how_many})'}"
     host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
     return _sentences_on(claim, chosen, *host, source=source, is_scaled=is_scaled)
+
+
+def _changed(changes: Sequence[FileChange]) -> str:
+    """Text of the changes to a user's file, the one that frees the most first."""
+    (change, *others), frees = changes, format_bytes(changes[0].frees_bytes)
+    more = f"; with {listed([each.words for each in others])} as well" if others else ""
+    return f"change to {change.words}{' first' * bool(others)} (frees {frees}){more}"
 
 
 def _tokens(length_tokens: int, native_tokens: int) -> str:
@@ -394,7 +455,6 @@ def _nothing(
     source: str,
     longest: Prediction | None,
     others: Sequence[Alternative],
-    changed: Recommendation | None,
 ) -> str:
     """Sentences: nothing fits, and what would fit, or else what the nearest settings lack."""
     asked, shortest = prediction.length_tokens, prediction.explained.does_not_fit_tokens
@@ -404,14 +464,12 @@ def _nothing(
     shorter, fewer = None if longest is None else longest.answer, ()
     fits_shorter = shorter is not None and shorter.capacity_tokens > 0
     text += f"{_where(prediction)}{_ended_by(prediction, fits_shorter=fits_shorter)}, {source}."
-    chosen = changed.chosen if changed and changed.as_written else None
-    text = _chosen(changed, chosen, "No, not") if changed and chosen else text
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native_tokens
         how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
         fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
     would = _would_fit(others, fewer, is_scaled=(asked or 0) > native_tokens)
-    return f"{text} {would or ('' if chosen else _lacking(prediction))}".rstrip()
+    return f"{text} {would or _lacking(prediction)}".rstrip()
 
 
 def _in_words(alternative: Alternative, *, is_scaled: bool) -> str:
@@ -467,13 +525,18 @@ def _ended_by(found: Prediction | Recommendation, *, fits_shorter: bool) -> str:
     return f": {said[0]}" if said and fits_shorter else ""
 
 
+def _nearest(prediction: Prediction) -> tuple[CellPrediction, int]:
+    """The cell that lacks least, of GPUs before host memory, and the bytes that it lacks."""
+    nearest = min(prediction.cells, key=lambda e: (e.binding == "host", e.lacks_bytes or 0))
+    if nearest.binding != "host":
+        return nearest, nearest.lacks_bytes or 0
+    there_bytes = prediction.memory_limit.host_bytes or 0
+    return nearest, nearest.footprint.host_needed_bytes - there_bytes
+
+
 def _lacking(prediction: Prediction) -> str:
     """Sentence on the cell that lacks least, of GPUs before host memory, and on what it lacks."""
-    nearest = min(prediction.cells, key=lambda e: (e.binding == "host", e.lacks_bytes or 0))
-    lacks_bytes = nearest.lacks_bytes or 0
-    if nearest.binding == "host":
-        there_bytes = prediction.memory_limit.host_bytes or 0
-        lacks_bytes = nearest.footprint.host_needed_bytes - there_bytes
+    nearest, lacks_bytes = _nearest(prediction)
     how = settings_in_words(nearest.cell.settings, nearest.cell.layout)
     lacks = f"{format_bytes(lacks_bytes)} {_LACKS.get(nearest.binding, '')}"
     return f"Nearest is {how}, which lacks {lacks}."

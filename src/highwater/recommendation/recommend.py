@@ -103,12 +103,11 @@ def recommend(
         )
     own_file, read = settings.pop("trainer_config", None), None
     if own_file is not None:
-        from highwater.trainers.user_file import SAVING, settings_of  # without a file no YAML
+        from highwater.trainers.user_file import settings_of  # without a file no YAML
 
         own_file = Path(own_file)
         read = settings_of(known, own_file, gpus=where.gpus, typed=settings)
-        kept = {name: each for name, each in read.settings.items() if name not in SAVING}
-        settings, length = {**kept, **settings}, length or read.length_tokens
+        settings, length = {**read.kept, **settings}, length or read.length_tokens
     if length is None:
         raise UsageError("no length is named", hint="name one, for example `--length 32k`")
     goal = goal_of(model, parse_tokens(str(length)), where, limit, known, settings, rollout_gpus)
@@ -235,6 +234,8 @@ def _recommended(
         candidates, of_studies = _with_trials(predicted_candidates(goal), goal, question, studies)
     else:
         candidates, of_studies = planned_candidates(goal, aim), ()
+    own = "settings are of this package's engine: `--trainer verl` says those of verl's actor"
+    notes += (own,) * (limit.rollout is not None and goal.trainer == OURS)
     others = ()
     if not any(candidate.fits for candidate in candidates):
         candidates = _with_one_that_may_fit(candidates, goal, question)
@@ -315,6 +316,7 @@ def drafted(
     gpu_memory: str | int | None,
     reserved: str | int,
     rollout_gpus: int,
+    host_memory: str | int | None = None,
     **settings: Any,
 ) -> Recommendation:
     """The candidates of ``recommend`` with its default budget, the simplest first, before any is
@@ -322,7 +324,7 @@ def drafted(
     """
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     tokens = parse_tokens(str(length))
-    limit = MemoryLimit(device_bytes=where.device_bytes)
+    limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
     goal = goal_of(model, tokens, where, limit, trainer, settings, rollout_gpus)
     question, notes = predicted_question(model, where, trainer, tokens, settings)
     cells = sorted(question.cells, key=simplicity)

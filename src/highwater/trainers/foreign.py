@@ -4,6 +4,7 @@ configuration in them); and trials of a command that the user types.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -134,6 +135,24 @@ def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise UsageError(f"{path} has no named fields", hint=hint)
     return {str(name): value for name, value in cast(dict[Any, Any], read).items()}
+
+
+def flat_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
+    """Fields by dotted names, of sections in YAML, or of overrides ``a.b=1`` in a shell's command;
+    without those that refer to others. Raises UsageError for other content.
+    """
+    try:
+        fields = yaml_fields(content, path, hint=hint)
+    except UsageError:
+        text = re.sub(r"(?m)^\s*#.*", "", content.decode(errors="replace"))
+        pairs = re.findall(r"(?:^|[\s'+])(\w+(?:\.\w+)+)=(\[[^]]*\]|[^\s'\\]*)", text)
+        fields = {name: yaml.safe_load(value.strip('"')) for name, value in pairs}
+        if not fields:
+            raise
+    while sections := [name for name, value in fields.items() if isinstance(value, Mapping)]:
+        for name in sections:
+            fields |= {f"{name}.{key}": value for key, value in fields.pop(name).items()}
+    return {name: value for name, value in fields.items() if not str(value).startswith("${")}
 
 
 def launcher_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:

@@ -94,6 +94,7 @@ def refuse_unknown_settings(
     target: Target, settings: Mapping[str, object], predicting: TrainerName
 ) -> None:
     """Raise UsageError, naming all settings that the predicted trainer's step lacks."""
+    settings = {name: value for name, value in settings.items() if name != "host_memory"}
     refused = refused_settings(OURS if REGISTRY[predicting].trains_by else predicting, settings)
     refused += ["offload"] if settings.get("offload") == "states" else []
     knows = TARGETS[target].knows

@@ -308,7 +308,7 @@ PREDICTED = TrainerTraits(
     settings=frozenset(
         (
             *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
-            *("rope", "headroom", "start_length", "resolution", "max_length"),
+            *("rope", "headroom", "start_length", "resolution", "max_length", "prompt_tokens"),
             *("lora", "lora_alpha", "lora_targets", *RolloutRequest.__struct_fields__),
         )
     ),

@@ -4,9 +4,10 @@ fields that are not predicted are refused by name; unknown fields are named in a
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from highwater.errors import UsageError
@@ -16,15 +17,17 @@ from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import Record, packaged
 from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.foreign_request import base_config, file_content
-from highwater.nouns.objective import ALL_LINEAR, TRAITS
+from highwater.nouns.objective import ALL_LINEAR, TRAITS, RolloutRequest
 from highwater.nouns.settings import RUNG_ROWS, Settings, listed
-from highwater.nouns.study import RecordedTrial, Study
+from highwater.nouns.study import Cell, RecordedTrial, Study
 from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName
-from highwater.trainers.foreign import fsdp_keys, launcher_of, mapping_in, yaml_fields
+from highwater.trainers.foreign import flat_fields, fsdp_keys, launcher_of, mapping_in, yaml_fields
 
 FileFields = Mapping[str, Any]
 SAVING = ("allocator", "loss", "liger", "activations", "recompute")
 """Settings in a file that a recommendation chooses itself."""
+_CHOSEN = ("ulysses", "token_budget", "offload")
+"""Further ones in files that are read by the words of ``emit``."""
 
 
 class FileWords(Record, frozen=True, kw_only=True):
@@ -52,8 +55,13 @@ class FileWords(Record, frozen=True, kw_only=True):
     on_host: tuple[str, ...] = ()
     """Fields that put layers' activations into host memory."""
     optimizer: str = "optim"
+    words: Mapping[str, Any] = MappingProxyType({})
+    """All names in order, each with the setting that it has, as text, or its value, if there is
+    only one: the trainer's configuration is written by them, and a file is read by them alone."""
     refused: tuple[str, ...] = ()
     """Fields with effects that are not predicted, besides those of every trainer."""
+    usual: tuple[str, ...] = ()
+    """Their values that have no such effect, besides those of every trainer."""
     passed: tuple[str, ...] = ()
     """Fields without an effect on memory, besides those of every trainer; ``*``: any end."""
 
@@ -72,7 +80,7 @@ class _AllWords(Record, frozen=True, kw_only=True):
 
 _ALL = packaged("trainers/user_file.json", _AllWords)
 FILE_WORDS: Mapping[TrainerName, FileWords] = _ALL.trainers
-_USUAL = (1, "none", "sft")
+_USUAL = (1, -1, "none", "sft")
 """Values of refused fields that have no such effect."""
 _OPTIMIZERS = {
     "adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit",
@@ -94,12 +102,37 @@ class FileSettings(NamedTuple):
     """Fields of ``Request``."""
     length_tokens: int | None
     notes: tuple[str, ...]
+    trainer: TrainerName
+    source: str
+    held_tokens: int | None
+    """Longest sequence that the file's token budget holds, as it is shared in it; None: unknown."""
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The settings but for those that a recommendation chooses itself."""
+        chosen = _CHOSEN if FILE_WORDS[self.trainer].words else ()
+        return {n: value for n, value in self.settings.items() if n not in (*SAVING, *chosen)}
+
+    def changes_to(self, cell: Cell, length_tokens: int) -> tuple[str, ...]:
+        """Changes to the file, in its own keys, with which a cell trains a length."""
+        settings, own, degree = cell.settings, self.settings, cell.layout.context_degree
+        words = FILE_WORDS[self.trainer].words
+        if not words:
+            taken = {n: own[n] for n in (*SAVING, "sequences_per_micro_batch") if n in own}
+            before = settings.replace(**taken, allocator="native")
+            return tuple(changes(self.trainer, before, settings))
+        budget_tokens = -(-settings.sequences_per_micro_batch * length_tokens // degree)
+        told = dict(zip(_CHOSEN, ([degree], budget_tokens, settings.offloads_model), strict=True))
+        named = {n: told[w] for n, w in words.items() if w in told and told[w] != own.get(w)}
+        texts = (f"{n.rpartition('.')[2]}: {v}".lower() for n, v in named.items())
+        return tuple(dict.fromkeys(f"`{text.translate({91: None, 93: None})}`" for text in texts))
 
 
 def settings_of(
-    trainer: TrainerName, path: Path, *, gpus: int, typed: Mapping[str, Any]
+    trainer: TrainerName, path: Path, *, gpus: int, typed: Mapping[str, Any], length: int | None = 0
 ) -> FileSettings:
-    """Read a step on ``gpus`` GPUs from a user's file of a trainer, without the ``typed`` settings.
+    """Read a step on ``gpus`` GPUs from a user's file of a trainer, without the ``typed`` settings,
+    and without a token budget that does not hold a ``length`` (None: the file's own).
 
     Raises UsageError for a file that cannot be read, and for fields that are not predicted.
     """
@@ -109,18 +142,19 @@ def settings_of(
             hint="leave `--trainer-config` out, or name its trainer: `--trainer axolotl`",
         )
     words, source = FILE_WORDS[trainer], path.name
-    config = yaml_fields(file_content(path), path, hint=f"name the file that {trainer} takes")
+    read = flat_fields if words.words else yaml_fields
+    config = read(file_content(path), path, hint=f"name the file that {trainer} takes")
     launcher = launcher_of(config, path) if words.length else config
     for name in (*_ALL.refused, *words.refused):
         value = config.get(name)
-        if value and (value is True or value not in _USUAL):
+        if value and (value is True or value not in (*_USUAL, *words.usual)):
             raise _unknown(source, name, value)
     for name, value in _ALL.eager.items():
         if config.get(name) == value:
             raise _unknown(source, name, value)
     notes: list[str] = []
     is_known = not TRAINERS[trainer].refused(["deepspeed"])
-    found = _sharing(config, launcher, path, gpus)
+    found = {} if words.words else _sharing(config, launcher, path, gpus)
     if not is_known and found.get("deepspeed") == "zero3":
         notes.append(ZERO_NOTE)
         found = {}
@@ -142,15 +176,19 @@ def settings_of(
         if found.get("lora_base") == "nf4" and found.get("deepspeed") == "zero2":
             notes.append("ZeRO-2 beside a model in NF4 is taken as DDP, which shares nothing")
             found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
+    elif words.words:
+        found = _by_words(words, config, source, gpus, notes)
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, words.targets, words.optimizer, *_ALL.known, *_ALL.refused}
     known |= {*words.rank, *words.alpha, *words.fused, *words.on_host}
-    known |= {*words.passed, *words.refused}
-    left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
+    known |= {*words.passed, *words.refused, *words.words}
+    says = [name for name, value in config.items() if value is not False]
+    left = [name for name in says if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
-    given = {*typed, *MEMORY[trainer].fixed_fields({})}
+    length_tokens = found.pop("length", _whole(config, words.length, source, usual=0)) or None
+    given = {*typed, *MEMORY[trainer].fixed_fields(found)}
     # a field that belongs to a typed setting is not taken from the file
     given |= {own for name, own in (("loss", "liger"), ("optimizer", "paged")) if name in given}
     taken = {name: value for name, value in found.items() if name not in given}
@@ -161,14 +199,50 @@ def settings_of(
             raise _unknown(source, _THEIRS.get(name, name), value)
     settings = {name: value for name, value in taken.items() if name not in refused}
     notes += [said for name, said in UNMEASURED.items() if settings.get(name, "none") != "none"]
-    length_tokens = _whole(config, words.length, source, usual=0) or None
-    return FileSettings(settings, length_tokens, tuple(notes))
+    held = settings.get("token_budget", 0) * settings.get("ulysses", [0])[0] or None
+    if held is not None and held < ((length_tokens if length is None else length) or 0):
+        del settings["token_budget"]
+        notes.append(f"the token budget of {source} holds {held:,} tokens, and is left out")
+    return FileSettings(settings, length_tokens, tuple(notes), trainer, source, held)
+
+
+_AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "sleep_level": lambda is_asleep: None if is_asleep else 0,
+    "lora_targets": lambda names: ",".join(names) if isinstance(names, list) else names.strip("[]"),
+}
+"""Values of a request's fields, from those in a file that is read by the words of ``emit``."""
+
+
+def _by_words(
+    words: FileWords, config: FileFields, source: str, gpus: int, notes: list[str]
+) -> dict[str, Any]:
+    """Settings, and the length, from a file by the words with which ``emit`` writes one. Raises
+    UsageError for other values of what has only one.
+    """
+    keys: dict[str, str] = {}
+    for key, word in words.words.items():
+        if config.get(key) is not None and isinstance(word, str):
+            keys.setdefault(word, key)
+        elif config.get(key) not in (None, word):
+            raise _unknown(source, key, config[key])
+    found = {n: _AS_FIELDS.get(n, lambda v: v)(config[key]) for n, key in keys.items()}
+    found |= {n: _whole(config, keys[n], source) for n in ("ulysses", "token_budget") if n in keys}
+    found["ulysses"] = [found.get("ulysses", 1)]
+    if "response_tokens" in keys:
+        parts = ("prompt_tokens", "response_tokens")
+        found["length"] = sum(_whole(config, keys.get(n, ""), source, usual=512) for n in parts)
+    if (of_file := found.get("gpus", gpus)) != gpus:
+        notes.append(f"{source} is for {of_file} GPUs, and {gpus} are asked about")
+    names = {"length", *_CHOSEN, *(RolloutRequest.__struct_fields__ if "rollout" in found else ())}
+    names |= {"lora", "lora_alpha", "lora_targets"} if found.get("lora") else set()
+    return {"offload": False, **{n: value for n, value in found.items() if n in names}}
 
 
 def model_in(path: Path) -> str | None:
     """The model that a user's file names, by any trainer's field; None if it names none."""
-    config = yaml_fields(file_content(path), path, hint="name the file that your trainer takes")
-    names = ("base_model", "model_name_or_path", "model")
+    config = flat_fields(file_content(path), path, hint="name the file that your trainer takes")
+    names = ["base_model", "model_name_or_path", "model"]
+    names += [n for row in FILE_WORDS.values() for n, word in row.words.items() if word == "model"]
     return next((str(config[name]) for name in names if config.get(name)), None)
 
 
@@ -391,6 +465,9 @@ def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int
 
 def _unknown(source: str, name: str, value: Any) -> UsageError:
     hint = f"take `{name}` out of it, or set it otherwise, to predict the rest"
+    if name == "context_parallel_size":
+        value = f"{value}, ring attention over {value} GPUs beside Hugging Face's step"
+        hint += "; without `--trainer` and its file `--ring` says what a ring of our engine takes"
     if name == _THEIRS["recompute"]:
         hint = f"write `{name}: true` into it: it frees most of what layers keep, and is predicted"
     return UsageError(f"{source} has {name}: {value}, with which nobody predicts memory", hint=hint)

@@ -22,6 +22,7 @@ from highwater.nouns.objective import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import Dialect, Emitted, Value, literal, model_lies, yarn_lines
 from highwater.trainers.targets import OF_ALL, OF_LORA, OF_ROLLOUT, EmitTarget
+from highwater.trainers.user_file import FILE_WORDS
 
 VERSION = "0.9.1"
 _WORDS = Dialect("verl", "verl", VERSION)
@@ -29,10 +30,6 @@ MODEL_PATH = "$MODEL_PATH"
 """Stand-in for the model's path, if it is not known."""
 _PROGRAM = "python3 -m verl.trainer.main_ppo"
 _PATH = "actor_rollout_ref.model.path"
-_ACTOR = "actor_rollout_ref.actor"
-_MODEL = "actor_rollout_ref.model"
-_REF = "actor_rollout_ref.ref"
-_ROLLOUT = "actor_rollout_ref.rollout"
 _MOST_RANK = 512
 """The highest rank that vLLM serves (``get_vllm_max_lora_rank`` in verl)."""
 
@@ -80,40 +77,30 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
 
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
-    budget, offload = chosen.token_budget_tokens, chosen.cell.settings.offloads_model
-    is_on_host, rollout = chosen.cell.settings.activations == "host", found.rollout
-    vllm: dict[str, Value] = {}
-    if rollout is not None:
-        vllm["gpu_memory_utilization"] = rollout.gpu_memory_utilization or 0
-        vllm["tensor_model_parallel_size"] = rollout.rollout_tensor_parallel
-        vllm["max_num_seqs"] = rollout.rollout_sequences or 0
-        vllm["free_cache_engine"] = True
-    return {
-        "algorithm.adv_estimator": chosen.cell.settings.objective,
-        "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": found.gpus,
-        _PATH: model_path,
-        f"{_MODEL}.use_remove_padding": True,
-        f"{_MODEL}.enable_gradient_checkpointing": True,
-        **({f"{_MODEL}.enable_activation_offload": True} if is_on_host else {}),
-        f"{_ACTOR}.strategy": chosen.cell.settings.strategy,
-        f"{_ACTOR}.ulysses_sequence_parallel_size": chosen.cell.layout.ulysses_degree,
-        f"{_ACTOR}.use_dynamic_bsz": True,
-        f"{_ACTOR}.ppo_max_token_len_per_gpu": budget,
-        f"{_ACTOR}.fsdp_config.offload_policy": offload,
-        f"{_REF}.log_prob_use_dynamic_bsz": True,
-        f"{_REF}.log_prob_max_token_len_per_gpu": budget,
-        f"{_ROLLOUT}.name": "vllm",
-        f"{_ROLLOUT}.log_prob_use_dynamic_bsz": True,
-        f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": budget,
-        f"{_ROLLOUT}.max_model_len": found.length_tokens,
-        **{f"{_ROLLOUT}.{name}": value for name, value in vllm.items()},
-        **_lora_values(chosen.cell.settings.adapters),
+    settings, rollout = chosen.cell.settings, found.rollout
+    told: dict[str, Value] = {
+        "objective": settings.objective,
+        "gpus": found.gpus,
+        "model": model_path,
+        **({"activations": True} if settings.activations == "host" else {}),
+        "strategy": settings.strategy,
+        "ulysses": chosen.cell.layout.ulysses_degree,
+        "token_budget": chosen.token_budget_tokens,
+        "offload": settings.offloads_model,
+        "rollout": "vllm",
+        "length": found.length_tokens,
     }
+    if rollout is not None:
+        names = ("gpu_memory_utilization", "rollout_tensor_parallel", "rollout_sequences")
+        told |= {"sleep_level": True, **{name: getattr(rollout, name) or 0 for name in names}}
+    told |= _lora_values(settings.adapters)
+    words = FILE_WORDS["verl"].words.items()
+    named = ((n, told.get(word) if isinstance(word, str) else word) for n, word in words)
+    return {name: value for name, value in named if value is not None}
 
 
 def _lora_values(lora: Lora | None) -> dict[str, Value]:
-    """Overrides of adapters, with layers as Hydra's list. Raises UsageError for too high a rank."""
+    """Adapters by field, with layers as Hydra's list. Raises UsageError for too high a rank."""
     if lora is None:
         return {}
     if lora.rank > _MOST_RANK:
@@ -122,11 +109,11 @@ def _lora_values(lora: Lora | None) -> dict[str, Value]:
             hint=f"use `--lora {_MOST_RANK}`",
         )
     return {
-        f"{_MODEL}.lora_rank": lora.rank,
-        f"{_MODEL}.lora_alpha": _WORDS.whole_alpha(lora),
-        f"{_MODEL}.target_modules": f"[{','.join(lora.names)}]" if lora.names else lora.targets,
-        f"{_ACTOR}.fsdp_config.model_dtype": "fp32",
-        f"{_ROLLOUT}.load_format": "safetensors",
+        "lora": lora.rank,
+        "lora_alpha": _WORDS.whole_alpha(lora),
+        "lora_targets": f"[{','.join(lora.names)}]" if lora.names else lora.targets,
+        "adapters_dtype": "fp32",
+        "load_format": "safetensors",
     }
 
 

@@ -107,16 +107,15 @@ class StartedRanks:
 
     def end_the_failed(self) -> None:
         """End the ranks on all machines once a rank has failed: not every launcher does that."""
-        if self._across is None or not self._has_failed():
+        exits = (exit_ for left in self._left() for exit_ in left.exits)
+        if self._across is None or not (
+            any(exit_.status for exit_ in exits) or (self.path / REFUSED_FILE).is_file()
+        ):
             return
         now = time.monotonic()
         self._failed_at = self._failed_at or now
         if now >= self._failed_at + _LAST_WORDS_S:
             self.process.send_signal(END_AT_ONCE)
-
-    def _has_failed(self) -> bool:
-        exits = (exit_ for left in self._left() for exit_ in left.exits)
-        return any(exit_.status for exit_ in exits) or (self.path / REFUSED_FILE).is_file()
 
     def _left(self) -> list[RanksLeft]:
         """The files that ranks left, of each machine; machines with a failed rank come first."""
