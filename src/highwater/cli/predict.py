@@ -188,7 +188,7 @@ def _file_ways(
     if is_told or not (words.words or words.length):
         return {}
     rows = prediction.explained.cell.settings.traits.documents_together
-    others = {**read.kept, "sequences_per_micro_batch": rows, **typed}
+    others: dict[str, Any] = {**read.kept, "sequences_per_micro_batch": rows, **typed}
     far = [api_predict(model, max_length="1m", **shared, **each) for each in (settings, others)]
     return {"read": read, "longest": far[0], "farthest": far[1]}
 
