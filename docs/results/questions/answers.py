@@ -172,7 +172,8 @@ def _page(document: dict[str, list[Answer]]) -> Iterator[str]:
         "half; of a sixth ten, at `dfa7335a`, three were right, five mostly, one half and one "
         "not.** A question that nobody foresaw is answered in the first line of the first "
         "command by none to three of ten, and somewhere in an answer by about half. "
-        "Of a seventh ten, each of which asks two or three things, none was right and five mostly."
+        "Of a seventh ten, each of which asks two or three things, none was right and five mostly; "
+        "of an eighth ten, at `562eac0c`, three were right, two mostly, four half and one not."
     )
     yield ""
     summary = runpy.run_path(str(HERE / "agreement.py"))["summary"]
