@@ -397,7 +397,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
                 problem = f"{name} names {len(counts)} numbers, and {MOST_NAMED} is the most"
                 hint = "name fewer, for example `{}`"
                 raise RefusedError(name, problem, hint=hint, example=[1, 2, 4, 8])
-        for name, least in (("max_concurrent_trials", 1), ("nodes", 1)):
+        for name, least in (("max_concurrent_trials", 1), ("nodes", 1), ("prompt_tokens", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 hint = f"use {least} or more, for example `{{}}`"

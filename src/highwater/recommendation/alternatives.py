@@ -41,10 +41,13 @@ _Change = tuple[str, tuple[str, ...], tuple[str, ...], Goal]
 
 def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple[Alternative, ...]:
     """Find one alternative of each kind, if it has any: its first change that fits."""
+    more = _first("more GPUs", _more_gpus(goal, rollout_gpus))
+    is_whole = goal.where.machine_gpus >= USUAL_GPUS_OF_A_MACHINE  # then one more is at hand
     found = (
-        _first("technique", _rollouts(goal)),
-        _first("more GPUs", _more_gpus(goal, rollout_gpus)),
-        _first("a larger GPU", _larger_gpus(goal, reserved_bytes, rollout_gpus)),
+        *(_first("technique", _rollouts(goal)), more),
+        None
+        if more and is_whole
+        else _first("a larger GPU", _larger_gpus(goal, reserved_bytes, rollout_gpus)),
         _more_host_memory(goal),
         _first("technique", _techniques(goal)) or _needed_technique(goal),
     )
