@@ -166,7 +166,7 @@ def test_around_a_ring_a_document_within_a_window_is_trained_and_one_past_it_ref
         for row in found.values():
             problem = str(row["problem"])
             assert f"a sliding window of {window}" in problem
-            assert f"documents of {LONGEST_DOCUMENT}" in problem
+            assert f"document of {LONGEST_DOCUMENT}" in problem
 
 
 @pytest.mark.parametrize("family", sorted(REFUSED))
