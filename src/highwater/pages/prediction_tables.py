@@ -61,11 +61,8 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 def in_lines(answer: str) -> str:
     """Put line ends into an answer: before long settings, the longest length, and alternatives."""
-    return re.sub(
-        r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is|(In its|Attention is) )",
-        "\n",
-        answer,
-    )
+    starts = r"With (?!.{1,40}\.( |$))|The longest |What |Nearest is|(In its|Attention is) "
+    return re.sub(rf"(?<=\.) (?={starts})", "\n", answer)
 
 
 def prediction_answer(
@@ -347,9 +344,8 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
         how_many = _how_many(found.alternatives, found.gpus)
         tokens = _tokens(found.length_tokens, found.native_length_tokens)
         text = f"No: {plain(found.model_name)} does not train at {tokens} on "
-        ended = _ended_by(
-            found, fits_shorter=any(each.capacity_tokens for each in found.candidates)
-        )
+        fits_shorter = any(each.capacity_tokens for each in found.candidates)
+        ended = _ended_by(found, fits_shorter=fits_shorter)
         text += f"{_where(found, target)}{ended}, {source}{how_many and f'; {how_many}'}."
         is_scaled = found.length_tokens > found.native_length_tokens
         text = f"{text} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
@@ -527,9 +523,13 @@ def _ended_by(found: Prediction | Recommendation, *, fits_shorter: bool) -> str:
 
 def _nearest(prediction: Prediction) -> tuple[CellPrediction, int]:
     """The cell that lacks least, of GPUs before host memory, and the bytes that it lacks."""
-    nearest = min(prediction.cells, key=lambda e: (e.binding == "host", e.lacks_bytes or 0))
+
+    def lacks_bytes(cell: CellPrediction) -> int:  # older files say the headroom alone
+        return max(0, -cell.headroom_bytes) if cell.lacks_bytes is None else cell.lacks_bytes
+
+    nearest = min(prediction.cells, key=lambda each: (each.binding == "host", lacks_bytes(each)))
     if nearest.binding != "host":
-        return nearest, nearest.lacks_bytes or 0
+        return nearest, lacks_bytes(nearest)
     there_bytes = prediction.memory_limit.host_bytes or 0
     return nearest, nearest.footprint.host_needed_bytes - there_bytes
 

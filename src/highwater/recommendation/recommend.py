@@ -164,8 +164,8 @@ def _with_fewest_changes(
         written = max(may_fit, key=lambda each: each.headroom_bytes or 0, default=written)
         changed = tuple(FileChange(words=each, frees_bytes=frees[each]) for each in kept)
         found = found.replace(as_written=written, changes=changed)
-    rungs = tuple(sorted({*found.candidates, taken}, key=lambda each: each.order))
-    return found.replace(chosen=taken, candidates=rungs, own_file=own_file.name)
+    rungs = sorted(dict.fromkeys((*found.candidates, taken)), key=lambda each: each.order)
+    return found.replace(chosen=taken, candidates=tuple(rungs), own_file=own_file.name)
 
 
 def what_would_fit(
