@@ -90,7 +90,7 @@ def predict(arguments: argparse.Namespace) -> int:
     ways, saved = _other_ways(arguments, prediction), _as_saved(arguments, prediction)
     is_drawn = arguments.explain or (arguments.length and "read" not in ways)
     console.answer_page(
-        in_lines(prediction_answer(prediction, as_saved=saved, **ways)),
+        in_lines(prediction_answer(prediction, as_saved=saved, **ways), prediction.trainer),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *(rollout_tables(prediction) if is_drawn else ()),
         *((term_table(prediction.explained),) if arguments.explain else ()),
@@ -236,7 +236,9 @@ def _compare_gpus(arguments: argparse.Namespace, listed_gpus: Sequence[str]) -> 
     code = EXIT_ANSWERED if best.trained else EXIT_ANSWERED_NO
     if arguments.json:
         return console.answer_json(choice, code, noted=notes)
-    console.answer_page(in_lines(choice_answer(choice)), choice_table(choice), noted=notes)
+    console.answer_page(
+        in_lines(choice_answer(choice), choice.trainer), choice_table(choice), noted=notes
+    )
     own: tuple[str, ...] = ()
     if best.trained is not None:  # the fastest; a prediction names the simplest first
         cell, refused = best.trained.cell, TRAINERS[choice.trainer].refused(DECLARED)

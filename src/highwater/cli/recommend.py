@@ -81,7 +81,7 @@ def recommend(arguments: argparse.Namespace) -> int:
         tables = recommendation_tables(found, is_explained=True)
     else:
         tables = [telling_table(found)]
-    console.answer_page(in_lines(recommendation_answer(found)), *tables, noted=notes)
+    console.answer_page(in_lines(recommendation_answer(found), found.trainer), *tables, noted=notes)
     console.next_command(_next(arguments, found))
     return code
 
