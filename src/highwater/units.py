@@ -1,6 +1,7 @@
 """Units: parse and print bytes, tokens and seconds. Nothing else in the project rounds.
 
-Bytes are binary (1 GiB = 1024³ bytes); "GB" is refused, never guessed. ``128k`` tokens are 131,072.
+Bytes are printed in binary units (1 GiB = 1024³ bytes); "GB" is read as 10⁹, and "G" is refused,
+never guessed. ``128k`` tokens are 131,072.
 """
 
 import math
@@ -12,9 +13,10 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 
-_BYTE_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024**4}
 _DECIMAL_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 """Bytes of a decimal unit by its first letter; ``80G`` may mean one, too."""
+_BYTE_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024**4}
+_BYTE_UNITS |= {f"{letter}b": size for letter, size in _DECIMAL_UNITS.items()}
 _TOKEN_UNITS = {"": 1, "k": KIB, "m": MIB}
 _SECOND_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 MOST_BYTES = 1 << 60
@@ -28,15 +30,15 @@ _NUMBER = re.compile(r"\s*(\d+(?:[_,]\d{3})*|\d*\.\d+|\d+\.\d*)\s*([a-zA-Z]*)\s*
 
 
 def parse_bytes(text: str) -> int:
-    """Parse ``"80GiB"``, ``"512MiB"``, ``"79.15 GiB"`` or a plain count to bytes, rounded down.
-    Raises UsageError for anything else, and for decimal units: "80GB" would be 74.5 GiB.
+    """Parse ``"80GiB"``, ``"79.15 GiB"``, ``"64GB"`` (64,000,000,000) or a plain count to bytes,
+    rounded down. Raises UsageError for anything else, and for "80G", which may be either.
     """
     number, unit = _split(text, what="a memory size", example="80GiB")
-    decimal = _DECIMAL_UNITS.get(unit.removesuffix("b"))
+    decimal = _DECIMAL_UNITS.get(unit)
     if decimal is not None:
         meant = binary_size(int(min(number * decimal, MOST_BYTES)))
         raise UsageError(
-            f"memory size {text!r} has a decimal or unclear unit",
+            f"memory size {text!r} has an unclear unit",
             hint=f"write it in binary units: `{meant}`",
         )
     if unit not in _BYTE_UNITS:

@@ -20,6 +20,7 @@ from typing import Any
 
 from highwater.api.prediction import predict
 from highwater.memory.capacity import CellPrediction
+from highwater.memory.trainers import untimed
 from highwater.model.model import load_model
 from highwater.model.model_place import CONFIG
 from highwater.nouns.codec import Record
@@ -151,6 +152,7 @@ def data_lengths(
     kept = tuple(map(keep, lengths))
     at = documents[math.ceil(round(whole_share * len(documents), 6)) - 1]
     whole_tokens, reach, trained_by = -(-at // _ROUND) * _ROUND, None, None
+    notes = corpus.notes
     cut = None if whole is None else whole_tokens
     cut = cut if length is None else parse_tokens(str(length))
     if model is not None and may_cost:
@@ -163,6 +165,7 @@ def data_lengths(
         where += "s" * (longest.gpus == 1 and not on_host)
         trained_by = f"{where} {longest.model_name}{by}"
         cut = reach if cut is None and 0 < reach < documents[-1] else cut
+        notes += untimed(longest.trainer)
     is_listed = hour_price is None and any(each.epoch_price for each in kept)
     return DataLengths(
         data=paths,
@@ -179,7 +182,7 @@ def data_lengths(
         native_length_tokens=native,
         cut=keep(cut) if cut else None,
         trained_by=trained_by,
-        notes=(*corpus.notes, LIST_PRICE_NOTE) if is_listed else corpus.notes,
+        notes=(*notes, LIST_PRICE_NOTE) if is_listed else notes,
     )
 
 

@@ -15,7 +15,7 @@ from highwater.memory.formula.layers import Step
 from highwater.memory.formula.rollout import rollout_of
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.question import UNMEASURED, PredictionTask, memory_limit_of, prediction_of
-from highwater.memory.trainers import MEMORY, calibration_of, predict_untraced
+from highwater.memory.trainers import MEMORY, calibration_of, predict_untraced, untimed
 from highwater.model.model import load_model
 from highwater.nouns.cells import simplicity
 from highwater.nouns.events import EventLog
@@ -145,6 +145,7 @@ def predict(
         problem = "what training costs beside a rollout: how long it generates is not predicted"
         raise UsageError(problem, hint="leave `--price` and `--tokens` out")
     every_note = (*said, *notes, *(UNMEASURED[name] for name in unmeasured))
+    every_note += () if amount is None else untimed(trainer)
     task = PredictionTask(
         question=question,
         where=where,

@@ -91,14 +91,16 @@ def answer_table(table: TextTable, *, drawn: Callable[[TextTable], str] = plain_
 
 
 def answer_page(sentence: str, *tables: TextTable, noted: Sequence[str] = ()) -> None:
-    """Print the answer, a sentence if any and tables with empty lines between, then its notes."""
+    """Print the answer, a sentence if any and tables with empty lines between, then its notes, but
+    for those that the answer says.
+    """
     if sentence:
         answer(sentence)
     for number, table in enumerate(tables):
         if number or sentence:
             answer("")
         answer_table(table)
-    notes(noted)
+    notes([each for each in noted if each[1:] not in sentence])
 
 
 def answer_json(document: object, code: int = EXIT_ANSWERED, *, noted: Sequence[str] = ()) -> int:

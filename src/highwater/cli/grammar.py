@@ -348,8 +348,11 @@ def _in_one_word(words: Sequence[str]) -> list[str]:
 
 
 def _spelled(words: Sequence[str]) -> list[str]:
-    """The words with ``--qlora 32`` as ``--lora-base nf4 --lora 32``; 16 is the usual rank."""
-    spelled, is_ranked = [], any(word.partition("=")[0] == "--lora" for word in words)
+    """The words with ``--qlora 32`` as ``--lora-base nf4 --lora 32``; 16 is the usual rank. And a
+    lone ``--liger``, a switch as in its own trainers, as the chunked loss that it switches on.
+    """
+    spelled, flags = [], [word.partition("=")[0] for word in words]
+    is_ranked, has_loss = "--lora" in flags, "--loss" in flags
     for word, following in zip(words, (*words[1:], "--"), strict=True):
         name, _, rank = word.partition("=")
         if name == "--qlora":
@@ -360,6 +363,8 @@ def _spelled(words: Sequence[str]) -> list[str]:
                 spelled += ["--lora", "16"]
         elif word == "--lora" and re.match(r"-?\d", following) is None:
             spelled += ["--lora", "16"]
+        elif word == "--liger" and following.startswith("-"):
+            spelled += ["--liger", "all"] if has_loss else ["--loss", "chunked"]
         else:
             spelled.append(word)
     return spelled

@@ -115,6 +115,8 @@ def _requests(
         flag = f"`--{refused[0].replace('_', '-')}`"
         title = trainer_title(trainer)
         hint = f"leave {flag} out"
+        if refused[0] == "liger" and not refused_settings(trainer, {"loss": "chunked"}):
+            hint += " and use `--loss chunked`, as Liger's fused loss is"
         if refused[0] == "deepspeed":
             hint += ": states are sharded among GPUs as ZeRO-3 shards them, without a flag"
         objective = TRAITS.get(settings.get("objective", "sft"))

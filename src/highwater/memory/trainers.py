@@ -26,6 +26,7 @@ from highwater.model.model import ModelShape
 from highwater.nouns.study import Cell, Question, Study
 from highwater.nouns.trainer import (
     FOREIGN,
+    IN_PLACE,
     OURS,
     REGISTRY,
     TRAINERS,
@@ -33,10 +34,13 @@ from highwater.nouns.trainer import (
     TrainerParts,
     known_runs,
     predicted_trainer,
+    trainer_title,
 )
 from highwater.nouns.trial import TrialSpec
 from highwater.speed import predicted_step
 
+UNTIMED = "no time of "
+"""Beginning of a note that the time of a trainer's steps, and thus their cost, is unknown."""
 _NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"
 
 
@@ -98,10 +102,19 @@ its module, which is imported at the first use, for ``highwater`` ``trainers/hig
 
 
 def refused_settings(trainer: TrainerName, named: Mapping[str, Any]) -> list[str]:
-    """Names of the given settings that a trainer does not take, except at values it always has."""
-    always = MEMORY[trainer].fixed_fields(named)
+    """Names of the given settings that a trainer does not take, except at values it always has:
+    its own, and those that leave everything on the GPU.
+    """
+    always = {**IN_PLACE, **MEMORY[trainer].fixed_fields(named)}
     refused = TRAINERS[trainer].refused(named)
     return [name for name in refused if name not in always or named[name] != always[name]]
+
+
+def untimed(trainer: TrainerName) -> tuple[str, ...]:
+    """Note that the time of a trainer's steps is not predicted; none if it is."""
+    leave = f"leave `--trainer {trainer}` out for this engine's"
+    said = f"{UNTIMED}{trainer_title(trainer)}'s step is predicted: {leave}"
+    return () if MEMORY[trainer].is_timed else (said,)
 
 
 def predict_untraced(

@@ -98,8 +98,8 @@ def cells_of(
             on_host = request.settings.replace(activations="host")
             ladders += [ladder(base=on_host, allocator=request.allocator or "expandable")]
     is_packed = request.settings.lora_base == "nf4"
-    degrees = product(counts, request.ulysses or (1,), request.ring, request.copies)
-    if is_packed and request.copies == (1,):  # nothing shards it: each GPU has a copy
+    degrees = product(counts, request.ulysses or (1,), request.ring, request.copies or (1,))
+    if is_packed and request.copies is None:  # nothing shards it: each GPU has a copy
         degrees = ((gpus, ulysses, ring, gpus) for gpus, ulysses, ring, _ in degrees)
     asked = [_Degrees(*each, machines=machines) for each in dict.fromkeys(degrees)]
     pattern = request.settings.pattern
@@ -267,7 +267,7 @@ class _Bounds(NamedTuple):
         if asked.copies > 1 and self.strategy != "fsdp2":
             return "FSDP1 keeps no copies of its shards"
         if self.is_packed and asked.copies < asked.gpus:
-            return "a model in nf4 is not sharded, each GPU has a copy"
+            return f"a model in nf4 is not sharded: each GPU has a copy, not {asked.copies} share"
         if asked.ring > 1 and self.head_groups > 1:
             return "a ring passes on all heads at once, and attention in head groups does not"
         needed = asked.ulysses * self.head_groups
@@ -337,7 +337,7 @@ def _ulysses_alone(
     """Flags of every Ulysses degree that works on some count, without a ring."""
     ring = " --ring 1" if any(each.ring > 1 for each in refused) else ""
     for degree in range(1, min(max(counts), bounds.shape.query_heads) + 1):
-        every = product(counts, (degree,), (1,), request.copies)
+        every = product(counts, (degree,), (1,), request.copies or (1,))
         asked = (_Degrees(*each) for each in every)
         if any(bounds.obstacle(each) is None for each in asked):
             yield f"--ulysses {degree}{ring}"

@@ -252,10 +252,10 @@ def plan(
         planned = _foreign_plan(request, machine, model, device, foreign)
         return planned.replace(notes=(*of_memory, *planned.notes))
     _refuse_attention(request, model, device)
-    if request.settings.parameters == "bf16" and max(request.copies) > 1:
+    if request.settings.parameters == "bf16" and (copies := max(request.copies or (1,))) > 1:
         # FSDP2 keeps sums over copies in float32 for longer: how much at a peak is not known
         raise UsageError(
-            f"{max(request.copies)} copies of parameters in bf16 were not predicted right",
+            f"{copies} copies of parameters in bf16 were not predicted right",
             hint="use `--parameters float32`",
         )
     of_adapters: tuple[str, ...] = ()

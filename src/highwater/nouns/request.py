@@ -49,6 +49,7 @@ from highwater.nouns.study import Cell, Method, Proof
 from highwater.nouns.trainer import (
     BY_COMMAND,
     FOREIGN,
+    IN_PLACE,
     PAGE,
     ForeignName,
     TriedTrainer,
@@ -152,10 +153,10 @@ class _FirstFields(DeclaredRecord, frozen=True, kw_only=True):
         "ring degrees: GPUs, or groups of --ulysses GPUs, that share one sequence by passing "
         "keys and values on",
     )
-    copies: tuple[int, ...] = kinds.COUNTS(
-        (1,),
+    copies: tuple[int, ...] | None = kinds.COUNTS(
+        None,
         "copies of what FSDP2 shards, each among GPUs / copies; with as many as machines, the "
-        "network between them carries gradients alone",
+        "network between them carries gradients alone; default: 1, of a model in nf4 one a GPU",
     )
     memory: Size | None = kinds.SIZE(
         None,
@@ -548,7 +549,7 @@ def request_from(
         raise spelling.refused(error) from error
     foreign = foreign_name(request.trainer)
     if foreign is not None:
-        named = (name for name, value in values.items() if value is not None)
+        named = (n for n, value in values.items() if value not in (None, IN_PLACE.get(n)))
         refuse_inexpressible(foreign, named, spelling)
     return request
 

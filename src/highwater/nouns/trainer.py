@@ -142,6 +142,8 @@ class TrainerParts(Mapping[NameT, PartT]):
         return len(self._names)
 
 
+IN_PLACE: Mapping[str, object] = {"offload": False, "activations": "gpu"}
+"""Settings that leave everything on the GPU, as every trainer does that has no words for them."""
 OF_OTHERS = {"deepspeed", "deepspeed_bucket", "liger", "paged"}
 """Settings that only those trainers have whose ``settings`` name them."""
 

@@ -16,7 +16,7 @@ from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.question import HEADS_SHARE
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
-from highwater.memory.trainers import MEMORY, by_replay
+from highwater.memory.trainers import MEMORY, UNTIMED, by_replay
 from highwater.model.held_bytes import PROCESS_BYTES
 from highwater.model.rope import YARN_IN_USE
 from highwater.nouns.cluster import nameless
@@ -60,9 +60,11 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 
 def in_lines(answer: str) -> str:
-    """Put line ends into an answer: before long settings, the longest length, and alternatives."""
-    starts = r"With (?!.{1,40}\.( |$))|The longest |What |Nearest is|(In its|Attention is) "
-    return re.sub(rf"(?<=\.) (?={starts})", "\n", answer)
+    """Put line ends into an answer: before long settings, the longest length, alternatives, and a
+    time that is unknown.
+    """
+    before = "The longest |What |Nearest is|(In its|Attention is|No time of) "
+    return re.sub(rf"(?<=\.) (?=With (?!.{{1,40}}\.( |$))|{before})", "\n", answer)
 
 
 def prediction_answer(
@@ -94,6 +96,7 @@ def prediction_answer(
     else:
         text = _answered(prediction, answer, source + in_bf16, how_many)
     text += _of_small_batches(prediction)
+    text += "".join(f" N{each[1:]}." for each in prediction.notes if each.startswith(UNTIMED))
     text += "" if prediction.memory_limit.rollout is None else f" {ON_PAPER}"
     text += _of_objective(prediction.explained.cell, prediction.trainer)
     if prediction.explained.footprint.peak.name == GENERATION:
@@ -910,6 +913,7 @@ def data_answer(found: "DataLengths") -> str:
         bill = _bill(meant.epoch_s, meant.trained.cell.layout.gpus, meant.epoch_price)
         passed = f"One pass at {format_tokens(meant.length_tokens)} takes about"
         lines.append(f"{passed} {bill}, predicted")
+    lines += [f"N{each[1:]}" for each in found.notes if each.startswith(UNTIMED)]
     if meant.trained and (outside := meant.trained.cell.settings.traits.outside_step):
         lines.append(outside.removesuffix("."))
     if (each := found.bytes_per_token) is not None:

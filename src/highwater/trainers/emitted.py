@@ -330,7 +330,8 @@ def refuse_several_machines(layout: Layout, device_name: str) -> None:
     if layout.is_several_machines:
         kind = kind_of(device_name)
         gpus = f"{layout.machine_gpus}{f'x{kind.name}' if kind else ''}"
-        gpus += " --copies 1" * (layout.replicate_degree > 1)
+        each = 1 if layout.replicate_degree < layout.gpus else layout.machine_gpus  # as of NF4
+        gpus += f" --copies {each}" * (layout.replicate_degree > 1)
         raise UsageError(
             f"a configuration is of one machine, and {layout.gpus} GPUs are of several",
             hint=f"`--gpus {gpus}` is of one of them",
