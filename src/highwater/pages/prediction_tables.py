@@ -466,7 +466,7 @@ def _nothing(
     text += f"{_where(prediction)}{_ended_by(prediction, fits_shorter=fits_shorter)}, {source}."
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native_tokens
-        how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
+        how, *_ = _facts_of(shorter, None, None, is_scaled=is_scaled)
         fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
     would = _would_fit(others, fewer, is_scaled=(asked or 0) > native_tokens)
     return f"{text} {would or _lacking(prediction)}".rstrip()
@@ -579,10 +579,10 @@ def _facts_of(
     """The parts ``how``, ``facts`` and ``host`` of ``_sentences_on``; ``host`` is empty if little
     is used. ``is_second``: for the second cell of an answer, without peak and tokens/s.
     """
-    is_lowered, is_predicted = False, True
+    is_predicted = True
     if isinstance(found, Candidate):
         host_bytes, step, held = found.host_bytes, found.step_time, found.rollout_sequences
-        is_lowered, is_predicted = found.is_lowered, found.source == "predicted"
+        is_predicted = found.source == "predicted"
     else:
         host_bytes, step, rollout = found.footprint.host_bytes, found.step, found.footprint.rollout
         held = rollout and rollout.sequences
@@ -605,7 +605,7 @@ def _facts_of(
     if held is not None:
         holds = f"vLLM holds {counted(held, 'such sequence')} at once"
         host = f"{host}; {holds}" if host else holds
-    how = settings_in_words(settings, layout, is_lowered=is_lowered, is_scaled=is_scaled)
+    how = settings_in_words(settings, layout, is_lowered=found.is_lowered, is_scaled=is_scaled)
     return how, ", ".join(said), host
 
 
@@ -708,7 +708,7 @@ def prediction_table(
     return table_of(
         f"{title}: predicted by {_METHODS[prediction.method]}",
         shown,
-        ("settings", lambda each: short_settings(each.cell.settings, but=trained)),
+        ("settings", lambda each: rung_words(each, trained)),
         ("GPUs", "cell.layout.gpus") if has_counts else None,
         ("Ulysses", "cell.layout.sharing"),
         ("fits", _fits)
@@ -727,6 +727,15 @@ def prediction_table(
         names=1 + has_counts,
         footnotes=_footnotes(prediction, beaten, is_explained=is_explained),
     )
+
+
+def rung_words(rung: CellPrediction | Candidate, but: str) -> str:
+    """Short words for a row's settings without those of all rows (``but``); with the sequences of
+    a micro-batch where they are fewer than by default.
+    """
+    settings = rung.cell.settings
+    rows = f", micro-batch {settings.sequences_per_micro_batch}" * rung.is_lowered
+    return f"{short_settings(settings, but=but)}{rows}"
 
 
 _MOST_SHOWN = 5
@@ -832,7 +841,7 @@ def rollout_tables(prediction: Prediction) -> tuple[TextTable, ...]:
     cache = next((each.bytes for each in rollout.awake if each.name == "KV cache"), 0)
     length = told.reach_tokens or prediction.length_tokens
     table = table_of(
-        f"{short_settings(told.cell.settings)}, {format_tokens(length or 0)} tokens, one GPU: "
+        f"{rung_words(told, '')}, {format_tokens(length or 0)} tokens, one GPU: "
         "vLLM on paper",
         bars,
         ("while", lambda bar: bar[0]),
