@@ -112,10 +112,10 @@ def predict(
     if own_file is not None and "allocator" not in settings:  # no file says the environment
         native = (e.changed(allocator="native") for e in question.cells if not e.settings.offload)
         question = question.replace(cells=tuple(dict.fromkeys((*native, *question.cells))))
-    engine = request_from({"model": model, **settings}, keywords=True).rollout_request
-    if engine != RolloutRequest():
+    request = request_from({"model": model, **settings}, keywords=True)
+    if request.rollout_request != RolloutRequest():
         traits = TRAINERS[trainer].rollout
-        rollout = rollout_of(engine, question, traits, rollout_gpus=rollout_gpus)
+        rollout = rollout_of(request, question, traits, rollout_gpus=rollout_gpus)
         memory_limit = memory_limit.replace(rollout=rollout)
     if exact and memory_limit.rollout is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")

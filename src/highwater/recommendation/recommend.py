@@ -220,8 +220,8 @@ def goal_of(
     if typed.rollout_request == RolloutRequest():
         return goal
     question, _ = goal.question(goal.sequences, length_tokens=length_tokens)
-    asked, traits = typed.rollout_request, TRAINERS[trainer].rollout
-    beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
+    traits = TRAINERS[trainer].rollout
+    beside = rollout_of(typed, question, traits, rollout_gpus=rollout_gpus)
     return replace(goal, memory_limit=limit.replace(rollout=beside))
 
 
