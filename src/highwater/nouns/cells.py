@@ -51,8 +51,9 @@ def default_ladder(
 
 def simplicity(cell: Cell) -> tuple[int, ...]:
     """Sort key of cells on equally many GPUs, the simplest first, in the published guide's order: a
-    higher Ulysses degree before offload, with fewer sequences in a micro-batch between them, and
-    then activations on the host. Cells of equal degree are sorted by allocator and loss, then by what is recomputed or computed in tiles.
+    higher Ulysses degree before offload, with fewer sequences in a micro-batch and then activations
+    on the host between them. Cells of equal degree are sorted by allocator and loss, then by what
+    is recomputed or computed in tiles.
     """
     settings = cell.settings
     return (
