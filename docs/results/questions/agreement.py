@@ -5,12 +5,12 @@ that both print is the same, and the longest is; and others to ``predict`` and `
     python docs/results/questions/agreement.py --table  # prints what is recorded
     python docs/results/questions/agreement.py --count 5 --seed 1  # asks others; writes nothing
 
-What is compared with a search is the text: the rows of both tables (settings, GPUs, Ulysses: the length with its
-marks and what it leaves of a GPU), and of the first lines the longest length and the longest of the
-simplest settings, what they leave, and what they take of host memory. With a recommendation: how
-far each cell trains, the longest of all, what each leaves at one length, and of the first lines
-these, vLLM's share, the longest response, and how far a user's own file trains. Needs no GPU and no
-Hub.
+What is compared with a search is the text: the rows of both tables (settings, GPUs, Ulysses: the
+length with its marks and what it leaves of a GPU), and of the first lines the longest length and
+the longest of the simplest settings, what they leave, and what they take of host memory. With a
+recommendation: how far each cell trains, the longest of all, what each leaves at one length, and of
+the first lines these, vLLM's share, the longest response, and how far a user's own file trains.
+Needs no GPU and no Hub.
 """
 
 import argparse
@@ -55,8 +55,8 @@ FILES = {
     ),
     "llamafactory": (
         "model_name_or_path: Qwen/Qwen3-8B\ncutoff_len: 16384\nper_device_train_batch_size: {}\n"
-        "stage: sft\nfinetuning_type: full\nbf16: true\nflash_attn: fa2\nenable_liger_kernel: true\n"
-        "deepspeed: ds_z3_config.json\n"
+        "stage: sft\nfinetuning_type: full\nbf16: true\nflash_attn: fa2\n"
+        "enable_liger_kernel: true\ndeepspeed: ds_z3_config.json\n"
     ),
 }
 """Users' own files of trainers, without the sequences of a micro-batch."""
@@ -244,8 +244,8 @@ def summary(document: dict[str, Any]) -> str:
     cells = sum(each.get("rows", 0) for each in beside)
     return (
         f"{equal} of {len(answers)} equal (seed {document['seed']}): {rows} rows of both tables, "
-        f"{refused} refused in the same words; of {len(beside)} to `predict` and `recommend` {more} "
-        f"equal: {cells} cells"
+        f"{refused} refused in the same words; of {len(beside)} to `predict` and `recommend` "
+        f"{more} equal: {cells} cells"
     )
 
 

@@ -36,16 +36,19 @@ def trainer_question(
     trainer: TrainerName,
     length_tokens: int | None,
     settings: dict[str, Any],
+    *,
+    is_file: bool = False,
 ) -> tuple[Question, tuple[str, ...]]:
     """The question and notes of ``predicted_question``, without cells that the trainer's
     configuration cannot express, which notes name. Unless the number of sequences in a micro-batch
-    is named, every cell is there with the trainer's and with the fewest. Raises UsageError if no
-    cell is left.
+    is named, or the user's file is predicted, every cell is there with the trainer's and with the
+    fewest. Raises UsageError if no cell is left.
     """
     question, said = predicted_question(model, where, trainer, length_tokens, settings)
     usual, named = question.cells[0].settings, {"sequences_per_micro_batch", "token_budget"}
     together = usual.traits.documents_together
-    if usual.sequences_per_micro_batch > together and named.isdisjoint(settings):
+    is_open = not is_file and named.isdisjoint(settings)
+    if is_open and usual.sequences_per_micro_batch > together:
         fewer = (e.changed(sequences_per_micro_batch=together) for e in question.cells)
         cells = tuple(sorted((*question.cells, *fewer), key=simplicity))
         question = question.replace(cells=cells)
