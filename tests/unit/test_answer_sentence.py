@@ -324,8 +324,8 @@ def test_a_dry_run_and_a_prediction_agree_on_numbers(model, memory, gpus, lora, 
         check_alike(found(model, memory, gpus, **named), prediction)
 
 
-VERL = ("--trainer", "verl", *AGREEMENT["ROLLOUT"], "--prompt-tokens", "2048")
-ASKED = [("Qwen3-14B", "8xH100-80GB", "32k", "axolotl", "1"), ("Qwen3-8B", "8xA100", "64k", *VERL)]
+VERL = ("Qwen3-8B", "8xA100-80GB", "64k", "--trainer", "verl", *AGREEMENT["ROLLOUT"])
+ASKED = [("Qwen3-14B", "8xH100-80GB", "32k", "axolotl", "1"), (*VERL, "--prompt-tokens", "2048")]
 
 
 @pytest.mark.parametrize("words", [*ASKED, *AGREEMENT["recommended"](7, QUESTIONS // 4)])

@@ -335,10 +335,8 @@ def with_frontier(
             kept.append(each)
     frontier = {each.cell for each in (*kept, longest)}
     return tuple(
-        each.replace(
-            is_on_frontier=each.cell in frontier, is_lowered=_is_lowered(question, each.cell)
-        )
-        for each in cells
+        e.replace(is_on_frontier=e.cell in frontier, is_lowered=_is_lowered(question, e.cell))
+        for e in cells
     )
 
 

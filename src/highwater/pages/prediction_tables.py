@@ -61,9 +61,7 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 
 def in_lines(answer: str) -> str:
-    """Put line ends into an answer: before long settings, the longest length, and alternatives;
-    and after what vLLM takes, which is long.
-    """
+    """Put line ends into an answer: before long settings, the longest length, and alternatives."""
     source = "|Predicted as " * (" beside vLLM at " in answer)
     starts = r"With (?!.{1,40}\.( |$))|The longest |What |Nearest is|(In its|Attention is) "
     return re.sub(rf"(?<=\.) (?={starts}{source})", "\n", answer)

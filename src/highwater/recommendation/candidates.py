@@ -47,8 +47,7 @@ def trainer_question(
     question, said = predicted_question(model, where, trainer, length_tokens, settings)
     usual, named = question.cells[0].settings, {"sequences_per_micro_batch", "token_budget"}
     together = usual.traits.documents_together
-    is_open = not is_file and named.isdisjoint(settings)
-    if is_open and usual.sequences_per_micro_batch > together:
+    if usual.sequences_per_micro_batch > together and not is_file and named.isdisjoint(settings):
         fewer = (e.changed(sequences_per_micro_batch=together) for e in question.cells)
         cells = tuple(sorted((*question.cells, *fewer), key=simplicity))
         question = question.replace(cells=cells)
