@@ -164,8 +164,8 @@ def _with_fewest_changes(
         written = max(may_fit, key=lambda each: each.headroom_bytes or 0, default=written)
         changed = tuple(FileChange(words=each, frees_bytes=frees[each]) for each in kept)
         found = found.replace(as_written=written, changes=changed)
-    rungs = tuple(sorted({*found.candidates, taken}, key=lambda each: each.order))
-    return found.replace(chosen=taken, candidates=rungs, own_file=own_file.name)
+    rungs = sorted(dict.fromkeys((*found.candidates, taken)), key=lambda each: each.order)
+    return found.replace(chosen=taken, candidates=tuple(rungs), own_file=own_file.name)
 
 
 def what_would_fit(
@@ -186,7 +186,7 @@ def what_would_fit(
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
     goal = goal_of(model, length_tokens, where, limit, trainer, settings, rollout_gpus)
-    goal = replace(goal, may_lower=False)  # a prediction takes the micro-batch that was asked for
+    goal = replace(goal, may_lower="sequences_per_micro_batch" not in settings)  # as in ``predict``
     return alternatives(goal, reserved_bytes=parse_memory(str(reserved)), rollout_gpus=rollout_gpus)
 
 
@@ -218,8 +218,7 @@ def goal_of(
     if typed.rollout_request == RolloutRequest():
         return goal
     question, _ = goal.question(goal.sequences, length_tokens=length_tokens)
-    asked, traits = typed.rollout_request, TRAINERS[trainer].rollout
-    beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
+    beside = rollout_of(typed, question, TRAINERS[trainer].rollout, rollout_gpus=rollout_gpus)
     return replace(goal, memory_limit=limit.replace(rollout=beside))
 
 
