@@ -108,8 +108,8 @@ def predict(
         if length_tokens is None and not is_asked and read.length_tokens is not None:
             length_tokens = read.length_tokens
             said += (f"{own_file} has this length",)
-    asked, is_file = (model, where, trainer, length_tokens, settings), own_file is not None
-    question, notes = trainer_question(*asked, is_file=is_file)
+    of, is_file = (model, where), own_file is not None
+    question, notes = trainer_question(*of, trainer, length_tokens, settings, is_file=is_file)
     if is_file and "allocator" not in settings:  # no file says the environment
         native = (e.changed(allocator="native") for e in question.cells if not e.settings.offload)
         question = question.replace(cells=tuple(dict.fromkeys((*native, *question.cells))))
