@@ -33,12 +33,12 @@ the dead ends of thirty blind questions: 473, ZeRO as thirteen steps had it: 18,
 starts above lengths that experts in tiles take less than: 16, what ten more questions asked for:
 44, the fewest GPUs of every number, and vLLM's share: 39, and the changes of a user's file in the
 order of what they free: 43; the tensor of an allocation that failed, and seven more answers that
-strangers missed: 209, nine that they found wanting: 104, and one answer of `predict` and
-`recommend`: 40; what no issue allowed is paid for by merging)."""
+strangers missed: 209, nine that they found wanting: 104, how far a user's own file trains, and
+verl's read: 162, and one answer of `predict` and `recommend`: 40; what no issue allowed is paid for by merging)."""
 WALKED = {
-    "predict": {"modules": 84, "files": 52},
-    "find": {"modules": 200, "files": 121},
-    "train": {"modules": 211, "files": 117},
+    "predict": {"modules": 83, "files": 52},
+    "find": {"modules": 199, "files": 121},
+    "train": {"modules": 209, "files": 117},
 }
 
 
