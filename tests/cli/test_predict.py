@@ -206,12 +206,12 @@ def test_a_star_says_past_the_native_length_only_where_there_is_one(highwater):
         (
             ("Qwen3-0.6B", *A100S, "--allocator", "native"),
             "by replay of a trace, which has",
-            "3 of 3 cells by replay",
+            "6 of 6 cells by replay",
         ),
         (
             ("Qwen3-0.6B", *A100S),
             "; the others by the closed form, fitted",
-            "6 of 9 cells by replay",
+            "12 of 18 cells by replay",
         ),
     ],
 )

@@ -324,6 +324,15 @@ def test_a_dry_run_and_a_prediction_agree_on_numbers(model, memory, gpus, lora, 
         check_alike(found(model, memory, gpus, **named), prediction)
 
 
+VERL = ("Qwen3-8B", "8xA100-80GB", "64k", "--trainer", "verl", *AGREEMENT["ROLLOUT"])
+ASKED = [("Qwen3-14B", "8xH100-80GB", "32k", "axolotl", "1"), (*VERL, "--prompt-tokens", "2048")]
+
+
+@pytest.mark.parametrize("words", [*ASKED, *AGREEMENT["recommended"](7, QUESTIONS // 4)])
+def test_a_recommendation_and_a_prediction_agree_on_numbers(words, tmp_path):
+    assert AGREEMENT["put_recommended"](words, tmp_path)["differing"] == []
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "length", "named"), table("answer_sentence", "trials_of_a_dry_run")
 )

@@ -108,14 +108,15 @@ def predict(
         if length_tokens is None and not is_asked and read.length_tokens is not None:
             length_tokens = read.length_tokens
             said += (f"{own_file} has this length",)
-    question, notes = trainer_question(model, where, trainer, length_tokens, settings)
-    if own_file is not None and "allocator" not in settings:  # no file says the environment
+    of, is_file = (model, where), own_file is not None
+    question, notes = trainer_question(*of, trainer, length_tokens, settings, is_file=is_file)
+    if is_file and "allocator" not in settings:  # no file says the environment
         native = (e.changed(allocator="native") for e in question.cells if not e.settings.offload)
         question = question.replace(cells=tuple(dict.fromkeys((*native, *question.cells))))
-    engine = request_from({"model": model, **settings}, keywords=True).rollout_request
-    if engine != RolloutRequest():
+    request = request_from({"model": model, **settings}, keywords=True)
+    if request.rollout_request != RolloutRequest():
         traits = TRAINERS[trainer].rollout
-        rollout = rollout_of(engine, question, traits, rollout_gpus=rollout_gpus)
+        rollout = rollout_of(request, question, traits, rollout_gpus=rollout_gpus)
         memory_limit = memory_limit.replace(rollout=rollout)
     if exact and memory_limit.rollout is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")

@@ -92,6 +92,8 @@ class CellPrediction(Record, frozen=True, kw_only=True):
     """Time of a step at that length; None if nothing fits, or the time cannot be predicted."""
     is_on_frontier: bool = True
     """True if no other cell trains nearly as long in less time."""
+    is_lowered: bool = False
+    """True if its micro-batches have fewer sequences than the trainer's default."""
 
     @property
     def likely_edge_tokens(self) -> int:

@@ -336,7 +336,16 @@ def with_frontier(
         if not kept or reach(each) > max(reach(kept[-1]), _GAIN * reach(kept[-1])):
             kept.append(each)
     frontier = {each.cell for each in (*kept, longest)}
-    return tuple(cell.replace(is_on_frontier=cell.cell in frontier) for cell in cells)
+    return tuple(
+        e.replace(is_on_frontier=e.cell in frontier, is_lowered=_is_lowered(question, e.cell))
+        for e in cells
+    )
+
+
+def _is_lowered(question: Question, cell: Cell) -> bool:
+    """True if other cells of a question have more sequences in a micro-batch."""
+    rows = max(each.settings.sequences_per_micro_batch for each in question.cells)
+    return cell.settings.sequences_per_micro_batch < rows
 
 
 def _token_s(question: Question, cell: Cell) -> float:
@@ -384,7 +393,7 @@ def at_native(
     for cell in sorted(question.cells, key=simplicity):
         (found,) = predict_untraced(alone_at(question, cell, native), limit, trainer, known)
         if found.capacity_tokens:
-            return found
+            return found.replace(is_lowered=_is_lowered(question, cell))
     return None
 
 

@@ -51,12 +51,14 @@ def default_ladder(
 
 def simplicity(cell: Cell) -> tuple[int, ...]:
     """Sort key of cells on equally many GPUs, the simplest first, in the published guide's order: a
-    higher Ulysses degree before offload, with activations on the host between them. Cells of equal
-    degree are sorted by allocator and loss, then by what is recomputed or computed in tiles.
+    higher Ulysses degree before offload, with fewer sequences in a micro-batch and then activations
+    on the host between them. Cells of equal degree are sorted by allocator and loss, then by what
+    is recomputed or computed in tiles.
     """
     settings = cell.settings
     return (
         _OFFLOAD_ORDER.index(settings.offload),
+        -settings.sequences_per_micro_batch,
         int(settings.activations == "host"),
         cell.layout.context_degree,
         int(settings.allocator == "expandable")

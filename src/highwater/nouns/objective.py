@@ -168,6 +168,8 @@ class Rollout(RolloutRequest, frozen=True, kw_only=True):
     """GPUs of its own; 0: it shares the training's."""
     most_utilization: float | None = None
     """Largest share with which the answer fits, or 0; None: it was typed, or it has own GPUs."""
+    prompt_tokens: int | None = None
+    """Tokens of the prompt that a sequence begins with; None: nobody named any."""
     traits: RolloutTraits
 
 

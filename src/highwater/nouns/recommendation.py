@@ -89,13 +89,7 @@ class Candidate(Record, frozen=True, kw_only=True):
     @property
     def order(self) -> tuple[int, ...]:
         """Key that sorts candidates, the simplest first; fewer sequences come before offload."""
-        return order(self.cell, is_lowered=self.is_lowered)
-
-
-def order(cell: Cell, *, is_lowered: bool) -> tuple[int, ...]:
-    """Key that sorts cells, the simplest first; ``is_lowered``: it has fewer sequences."""
-    offload, *others = simplicity(cell)
-    return (offload, int(is_lowered), *others)
+        return simplicity(self.cell)
 
 
 class Alternative(Record, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from highwater.model.held_bytes import PROCESS_BYTES
 from highwater.model.rope import YARN_IN_USE
 from highwater.nouns.cluster import nameless
 from highwater.nouns.hardware import THIS_MACHINE, runs_trials
+from highwater.nouns.objective import Rollout
 from highwater.nouns.recommendation import Alternative, Candidate, FileChange, Recommendation
 from highwater.nouns.settings import (
     Settings,
@@ -60,11 +61,13 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 
 def in_lines(answer: str) -> str:
-    """Put line ends into an answer: before long settings, the longest length, alternatives, and a
-    time that is unknown.
+def in_lines(answer: str) -> str:
+    """Put line ends into an answer: before long settings, the longest length, alternatives, a time
+    that is unknown, and beside a rollout whose step is predicted.
     """
-    before = "The longest |What |Nearest is|(In its|Attention is|No time of) "
-    return re.sub(rf"(?<=\.) (?=With (?!.{{1,40}}\.( |$))|{before})", "\n", answer)
+    source = "|Predicted as " * (" beside vLLM at " in answer)
+    starts = r"With (?!.{1,40}\.( |$))|The longest |What |Nearest is|(In its|Attention is|No time of) "
+    return re.sub(rf"(?<=\.) (?={starts}{source})", "\n", answer)
 
 
 def prediction_answer(
@@ -205,7 +208,8 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
     source += prediction.assumed and f". {prediction.assumed}"
     longest_tokens = answer.reach_tokens
     native_tokens = prediction.native_length_tokens
-    usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
+    limit, rollout = prediction.memory_limit, prediction.memory_limit.rollout
+    usual, response = (limit.host_bytes, limit.usual_host), _response(rollout, longest_tokens)
 
     def sentences(claim: str, cell: CellPrediction, length_tokens: int) -> str:
         return _sentences_on(
@@ -213,28 +217,31 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
             cell,
             *usual,
             source=source,
-            peaks=_peak_phase(prediction, cell),
+            peaks="" if asked and response else _peak_phase(prediction, cell),  # a table says it
             is_scaled=length_tokens > native_tokens,
         )
 
     if asked is not None:
         source += _in_its_file(answer.cell, prediction.trainer, asked)
-        claim = f"{_SURE[answer.risk]}: {model} trains {_tokens(asked, native_tokens)}"
+        claim = f"{_SURE[answer.risk]}: {model} trains {_tokens(asked, native_tokens, rollout)}"
         return sentences(claim, answer, asked)
     reach = f"{_at_least(answer, native_tokens)}{format_tokens(longest_tokens)}"
     at_native = prediction.native
     if at_native is None:
         may = "trains" if answer.capacity_tokens else "may train"
-        text = sentences(f"{model} {may} up to {reach} tokens", answer, longest_tokens)
+        claim = f"{model} {may} up to {reach} tokens{_in_brackets(response)}"
+        text = sentences(claim, answer, longest_tokens)
         return f"{text}{_beside(prediction, answer)}"
     claim = f"{model} trains its native {format_tokens(native_tokens)} tokens"
     if longest_tokens <= native_tokens:
         fails_tokens = answer.does_not_fit_tokens
-        claim += " (the longest it was made for)" * (fails_tokens is None)
+        is_last = ["the longest it was made for"] * (fails_tokens is None)
+        claim += _in_brackets([*is_last, *_response(rollout, native_tokens)])
         text = sentences(claim, at_native, native_tokens)
         text += "" if fails_tokens is None else f" {format_tokens(fails_tokens)} do not fit."
         return f"{text}{_on_gpus(prediction, at_native)}"
-    text = sentences(f"{claim} (longest: {reach})", at_native, native_tokens)
+    claim += _in_brackets([f"longest: {reach}", *response])
+    text = sentences(claim, at_native, native_tokens)
     how, facts, host = _facts_of(answer, *usual, is_scaled=True, is_second=True)
     how = how.removeprefix(f"{shared_training([at_native.cell.settings])}, ")
     what = ", ".join(filter(None, (facts, host)))
@@ -380,7 +387,7 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
     source = "measured, in memory alone" if chosen.is_memory_only else source
     source += found.assumed and f". {found.assumed}"
     source += _in_its_file(chosen.cell, target or found.trainer, found.length_tokens)
-    tokens = _tokens(found.length_tokens, found.native_length_tokens)
+    tokens = _tokens(found.length_tokens, found.native_length_tokens, found.rollout)
     where, how_many = _where(found, target), _how_many(found.alternatives, found.gpus)
     claim += f"{plain(found.model_name)} trains {tokens} on {where}{how_many and f' ({how_many})'}"
     host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
@@ -394,10 +401,22 @@ def _changed(changes: Sequence[FileChange]) -> str:
     return f"change to {change.words}{' first' * bool(others)} (frees {frees}){more}"
 
 
-def _tokens(length_tokens: int, native_tokens: int) -> str:
-    """Text of a length, and its multiple of the native length if it is longer."""
-    times = f" ({length_tokens / native_tokens:.3g} x native {format_tokens(native_tokens)})"
-    return f"{format_tokens(length_tokens)} tokens{times * (length_tokens > native_tokens)}"
+def _tokens(length_tokens: int, native_tokens: int, rollout: Rollout | None = None) -> str:
+    """Text of a length, its multiple of the native length if it is longer, and ``_response``."""
+    times = f"{length_tokens / native_tokens:.3g} x native {format_tokens(native_tokens)}"
+    notes = [times] * (length_tokens > native_tokens) + _response(rollout, length_tokens)
+    return f"{format_tokens(length_tokens)} tokens{_in_brackets(notes)}"
+
+
+def _response(rollout: Rollout | None, length_tokens: int) -> list[str]:
+    """Text of the tokens of a sequence that a prompt leaves; none if nobody named the prompt's."""
+    prompt_tokens = rollout and rollout.prompt_tokens
+    left_tokens = length_tokens - prompt_tokens if prompt_tokens else 0
+    return [f"response: {format_tokens(left_tokens)}"] if left_tokens > 0 else []
+
+
+def _in_brackets(notes: Sequence[str]) -> str:
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def _where(found: Prediction | Recommendation, target: str | None = None) -> str:
@@ -465,7 +484,7 @@ def _nothing(
     text += f"{_where(prediction)}{_ended_by(prediction, fits_shorter=fits_shorter)}, {source}."
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native_tokens
-        how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
+        how, *_ = _facts_of(shorter, None, None, is_scaled=is_scaled)
         fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
     would = _would_fit(others, fewer, is_scaled=(asked or 0) > native_tokens)
     return f"{text} {would or _lacking(prediction)}".rstrip()
@@ -582,10 +601,10 @@ def _facts_of(
     """The parts ``how``, ``facts`` and ``host`` of ``_sentences_on``; ``host`` is empty if little
     is used. ``is_second``: for the second cell of an answer, without peak and tokens/s.
     """
-    is_lowered, is_predicted = False, True
+    is_predicted = True
     if isinstance(found, Candidate):
         host_bytes, step, held = found.host_bytes, found.step_time, found.rollout_sequences
-        is_lowered, is_predicted = found.is_lowered, found.source == "predicted"
+        is_predicted = found.source == "predicted"
     else:
         host_bytes, step, rollout = found.footprint.host_bytes, found.step, found.footprint.rollout
         held = rollout and rollout.sequences
@@ -608,7 +627,7 @@ def _facts_of(
     if held is not None:
         holds = f"vLLM holds {counted(held, 'such sequence')} at once"
         host = f"{host}; {holds}" if host else holds
-    how = settings_in_words(settings, layout, is_lowered=is_lowered, is_scaled=is_scaled)
+    how = settings_in_words(settings, layout, is_lowered=found.is_lowered, is_scaled=is_scaled)
     return how, ", ".join(said), host
 
 
@@ -711,7 +730,7 @@ def prediction_table(
     return table_of(
         f"{title}: predicted by {_METHODS[prediction.method]}",
         shown,
-        ("settings", lambda each: short_settings(each.cell.settings, but=trained)),
+        ("settings", lambda each: rung_words(each, trained)),
         ("GPUs", "cell.layout.gpus") if has_counts else None,
         ("Ulysses", "cell.layout.sharing"),
         ("fits", _fits)
@@ -730,6 +749,15 @@ def prediction_table(
         names=1 + has_counts,
         footnotes=_footnotes(prediction, beaten, is_explained=is_explained),
     )
+
+
+def rung_words(rung: CellPrediction | Candidate, but: str) -> str:
+    """Short words for a row's settings without those of all rows (``but``); with the sequences of
+    a micro-batch where they are fewer than by default.
+    """
+    settings = rung.cell.settings
+    rows = f", micro-batch {settings.sequences_per_micro_batch}" * rung.is_lowered
+    return f"{short_settings(settings, but=but)}{rows}"
 
 
 _MOST_SHOWN = 5
@@ -835,8 +863,7 @@ def rollout_tables(prediction: Prediction) -> tuple[TextTable, ...]:
     cache = next((each.bytes for each in rollout.awake if each.name == "KV cache"), 0)
     length = told.reach_tokens or prediction.length_tokens
     table = table_of(
-        f"{short_settings(told.cell.settings)}, {format_tokens(length or 0)} tokens, one GPU: "
-        "vLLM on paper",
+        f"{rung_words(told, '')}, {format_tokens(length or 0)} tokens, one GPU: vLLM on paper",
         bars,
         ("while", lambda bar: bar[0]),
         ("in all", lambda bar: format_bytes(bar[1] + bar[2])),

@@ -18,7 +18,7 @@ from highwater.nouns.trainer import (
     trainer_title,
 )
 from highwater.pages.page import drawn_page, template_lines
-from highwater.pages.prediction_tables import assumed_host, caveat, star_of_yarn
+from highwater.pages.prediction_tables import assumed_host, caveat, rung_words, star_of_yarn
 from highwater.pages.table import Column, TextTable, table_of, values_table
 from highwater.pages.text import plain
 from highwater.trainers.emitted import Emitted
@@ -85,10 +85,6 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
         f": {min(sources)}" if len(sources) == 1 else ""
     )
 
-    def settings_of(each: Candidate) -> str:
-        rows = f", micro-batch {each.cell.settings.sequences_per_micro_batch}" * each.is_lowered
-        return f"{short_settings(each.cell.settings, but=trained)}{rows}"
-
     def at_length(each: Candidate) -> str:
         fits = f"the {found.aim}" if each == chosen else "fits"
         return fits if each.fits else reason(each) if is_whole else reason(each).split(" of a ")[0]
@@ -100,7 +96,7 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
     return table_of(
         f"{_title(found)}{shared if chosen else f'{shared}: nothing fits'}",
         rows,
-        ("settings", settings_of),
+        ("settings", lambda each: rung_words(each, trained)),
         ("Ulysses", "cell.layout.sharing"),
         ("by", _by) if len(sources) > 1 else None,
         ("this length", at_length),

@@ -18,11 +18,12 @@ from highwater.memory.trainers import MEMORY, calibration_of, predict_untraced
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.capacities import Capacity
+from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster, nameless
 from highwater.nouns.declaration import words_of
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.objective import TRAITS, RolloutRequest
-from highwater.nouns.recommendation import Candidate, Query, Recommendation, StepTime, order
+from highwater.nouns.recommendation import Candidate, Query, Recommendation, StepTime
 from highwater.nouns.request import DECLARED, setting_flags, taken_by
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, Study, counted_ranks
@@ -35,11 +36,21 @@ def trainer_question(
     trainer: TrainerName,
     length_tokens: int | None,
     settings: dict[str, Any],
+    *,
+    is_file: bool = False,
 ) -> tuple[Question, tuple[str, ...]]:
     """The question and notes of ``predicted_question``, without cells that the trainer's
-    configuration cannot express, which notes name. Raises UsageError if no cell is left.
+    configuration cannot express, which notes name. Unless the number of sequences in a micro-batch
+    is named, or the user's file is predicted, every cell is there with the trainer's and with the
+    fewest. Raises UsageError if no cell is left.
     """
     question, said = predicted_question(model, where, trainer, length_tokens, settings)
+    usual, named = question.cells[0].settings, {"sequences_per_micro_batch", "token_budget"}
+    together = usual.traits.documents_together
+    if usual.sequences_per_micro_batch > together and not is_file and named.isdisjoint(settings):
+        fewer = (e.changed(sequences_per_micro_batch=together) for e in question.cells)
+        cells = tuple(sorted((*question.cells, *fewer), key=simplicity))
+        question = question.replace(cells=cells)
     refuse = MEMORY[trainer].refuse
     if refuse is None:
         return question, said
@@ -154,7 +165,7 @@ def first_fit(goal: Goal) -> Candidate | None:
     """Simplest candidate that fits, else one that may; how far it goes is not looked for."""
     may_fit: Candidate | None = None
     every = [
-        (order(cell, is_lowered=sequences < goal.sequences), question, known, cell)
+        (simplicity(cell), question, known, cell)
         for sequences in goal.budgets
         for question, _ in (goal.question(sequences, length_tokens=goal.length_tokens),)
         for known in (goal.known(question),)

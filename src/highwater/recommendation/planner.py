@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
 from highwater.memory.trainers import predict_untraced
+from highwater.nouns.cells import simplicity
 from highwater.nouns.plan import IN_HEAD_GROUPS
-from highwater.nouns.recommendation import Aim, Candidate, order
+from highwater.nouns.recommendation import Aim, Candidate
 from highwater.nouns.settings import Recompute
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import OURS
@@ -62,7 +63,6 @@ class _PlannedCell(NamedTuple):
     """A predicted cell with the time of its step, whether it fits or not."""
 
     predicted: CellPrediction
-    is_lowered: bool
 
     @property
     def cell(self) -> Cell:
@@ -93,7 +93,7 @@ class _PlannedCell(NamedTuple):
 def _place(aim: Aim, plan: _PlannedCell) -> tuple[Any, ...]:
     """Key that sorts plans: by the aim, time or memory; then by the other; then the simplest."""
     aims = [round(plan.token_s, 9), plan.predicted.device_used_bytes]
-    simplest = order(plan.cell, is_lowered=plan.is_lowered)
+    simplest = simplicity(plan.cell)
     if aim == "fastest":  # memory that is left over is worth nothing
         return (aims[0], simplest, plan.cell.settings.layers_on_gpu)
     return (aims[1], aims[0], simplest)
@@ -164,5 +164,4 @@ class _PlanSearch(NamedTuple):
             device_name=question.device_name,
             micro_batches=question.micro_batches if cell.settings.accumulates else 1,
         )
-        is_lowered = cell.settings.sequences_per_micro_batch < goal.sequences
-        return _PlannedCell(found.replace(step=step), is_lowered)
+        return _PlannedCell(found.replace(step=step))

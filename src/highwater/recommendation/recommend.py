@@ -186,7 +186,7 @@ def what_would_fit(
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
     goal = goal_of(model, length_tokens, where, limit, trainer, settings, rollout_gpus)
-    goal = replace(goal, may_lower=False)  # a prediction takes the micro-batch that was asked for
+    goal = replace(goal, may_lower="sequences_per_micro_batch" not in settings)  # as in ``predict``
     return alternatives(goal, reserved_bytes=parse_memory(str(reserved)), rollout_gpus=rollout_gpus)
 
 
@@ -218,8 +218,7 @@ def goal_of(
     if typed.rollout_request == RolloutRequest():
         return goal
     question, _ = goal.question(goal.sequences, length_tokens=length_tokens)
-    asked, traits = typed.rollout_request, TRAINERS[trainer].rollout
-    beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
+    beside = rollout_of(typed, question, TRAINERS[trainer].rollout, rollout_gpus=rollout_gpus)
     return replace(goal, memory_limit=limit.replace(rollout=beside))
 
 

@@ -39,10 +39,10 @@ from highwater.nouns.codec import to_builtins
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import (
     Rollout,
-    RolloutRequest,
     RolloutTraits,
     generation_micro_batches,
 )
+from highwater.nouns.request import Request
 from highwater.nouns.study import Question
 from highwater.units import GIB
 
@@ -63,13 +63,15 @@ LIBRARIES_BYTES = round(0.16 * GIB)
 
 
 def rollout_of(
-    asked: RolloutRequest, question: Question, traits: RolloutTraits, *, rollout_gpus: int
+    request: Request, question: Question, traits: RolloutTraits, *, rollout_gpus: int
 ) -> Rollout:
     """The rollout of a question, on the training's GPUs, or on ``rollout_gpus`` others if above 0.
 
     Raises UsageError for settings that vLLM or the trainer refuses, or that are not predicted.
     """
+    asked = request.rollout_request
     usual: dict[str, Any] = {
+        "prompt_tokens": request.prompt_tokens,
         "gpu_memory_utilization": _STANDALONE_SHARE if rollout_gpus else traits.utilization,
         "most_utilization": None if rollout_gpus or asked.gpu_memory_utilization else 0.0,
         "sleep_level": traits.sleep_levels[0],
