@@ -61,13 +61,12 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 
 def in_lines(answer: str) -> str:
-def in_lines(answer: str) -> str:
     """Put line ends into an answer: before long settings, the longest length, alternatives, a time
     that is unknown, and beside a rollout whose step is predicted.
     """
     source = "|Predicted as " * (" beside vLLM at " in answer)
-    starts = r"With (?!.{1,40}\.( |$))|The longest |What |Nearest is|(In its|Attention is|No time of) "
-    return re.sub(rf"(?<=\.) (?={starts}{source})", "\n", answer)
+    starts = "The longest |What |Nearest is|(In its|Attention is|No time of) "
+    return re.sub(rf"(?<=\.) (?=With (?!.{{1,40}}\.( |$))|{starts}{source})", "\n", answer)
 
 
 def prediction_answer(
