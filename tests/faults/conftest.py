@@ -36,11 +36,12 @@ def mark(tmp_path: Path, forks: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # tests in the background were told to ignore Ctrl-C
+    # tests in the background may have been told to ignore Ctrl-C and a closed terminal
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield mark
     signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGHUP, hangup)
     left = marked(mark)
     for pid in left:
         with suppress(ProcessLookupError):

@@ -52,7 +52,6 @@ _HF_WEIGHTS = {
     "last": "saved at the end",
     "never": "never saved",
 }
-_NOTHING_SET = simplicity(Cell(layout=Layout(), settings=Settings()))
 _LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
 """Rows above which equal ones are joined, and factors listed; published tables are shorter."""
 
@@ -335,7 +334,9 @@ def only_tried(table: GuideTable) -> str:
     for name in table.models:
         own = {each.cell for each in table.capacities if each.model_name == name}
         cells = sorted(own, key=simplicity)
-        if simplicity(cells[0]) > _NOTHING_SET:
+        rows = cells[0].settings.sequences_per_micro_batch
+        nothing_set = Cell(layout=Layout(), settings=Settings(sequences_per_micro_batch=rows))
+        if simplicity(cells[0]) > simplicity(nothing_set):
             words = ", or with ".join(dict.fromkeys(each.words for each in cells))
             tried.setdefault(words, []).append(name)
     each = "; ".join(f"{', '.join(names)} with {labels}" for labels, names in tried.items())
