@@ -91,7 +91,7 @@ def test_a_folders_page_says_whose_prediction_it_is(emitted, tmp_path):
         page = (tmp_path / folder / "CHECK.md").read_text()
         if (target, more) == ("axolotl", ""):
             assert document["fits"] is True
-            assert "Predicted as Hugging Face's step; no run of Axolotl was measured." in page
+            assert "Predicted as Hugging Face's step, Axolotl's own unmeasured." in page
         else:
             assert document["fits"] is None
             assert "Not predicted for this trainer: " in page

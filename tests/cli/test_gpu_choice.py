@@ -115,8 +115,9 @@ def test_kinds_whose_speed_nobody_knows_are_compared_by_the_hour(highwater):
         ),
         ("Qwen3-8B --gpus RTX-4090 --lora 16 --lora-base nf4", 0, "on 1 x RTX-4090: ", ""),
         ("Qwen3-0.6B --gpus B200,H100", 0, "1 x H100-80GB is the cheapest of these to train", ""),
+        ("Qwen2.5-7B --gpus 4xH100,2xH100", 0, "2 x H100-80GB are the fewest of these", "2xH100"),
     ],
-    ids=["one of a kind", "several kinds", "four bits are on one GPU alone", "one"],
+    ids=["one of a kind", "several kinds", "four bits are on one GPU alone", "one", "one kind"],
 )
 def test_the_first_line_names_the_number_that_was_tried(highwater, words, code, said, typed):
     done = highwater("predict", *words.split(), "--length", "8k")

@@ -88,8 +88,8 @@ def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks():
 
 @pytest.mark.parametrize(("asked", "words"), table("answer_sentence", "settings_are_said_in_words"))
 def test_settings_are_said_in_words(asked, words):
-    plain = {"loss": "full", "allocator": "native"}
-    found = highwater.predict("Qwen3-0.6B", gpus="1xH200-141GB", length=4096, **plain | asked)
+    plain = {"gpus": "1xH200-141GB", "loss": "full", "allocator": "native"}
+    found = highwater.predict("Qwen3-0.6B", length=4096, **plain | asked)
     assert words in prediction_answer(found)
 
 

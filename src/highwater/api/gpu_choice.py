@@ -1,5 +1,5 @@
 """GPU choice: of several kinds of GPUs the cheapest that train a length, and the smallest number of
-each kind that does.
+each kind that does; of several numbers of one kind the smallest.
 
 ```python
 import highwater
@@ -37,6 +37,8 @@ class Offer(Record, frozen=True, kw_only=True):
     """The fewest that train it; None: none that was tried does."""
     trained: CellPrediction | None = None
     host_memory_bytes: int | None = None
+    assumed: str = ""
+    """``Prediction.assumed`` of the trainer's attention."""
     usual_host: str | None = None
     """The machine whose host memory is taken, if nobody named any."""
     million_dollars: float | None = None
@@ -55,6 +57,8 @@ class GpuChoice(Record, frozen=True, kw_only=True):
     length_tokens: int
     offers: tuple[Offer, ...]
     notes: tuple[str, ...]
+    is_one_kind: bool = False
+    """True if numbers of one kind of GPUs are compared, the fewest first."""
 
 
 def cheapest_gpus(
@@ -77,6 +81,8 @@ def cheapest_gpus(
         raise UsageError(problem, hint="give one for each, `--price 1.59,3.49`, or none")
     tried = [_by_count(model, kind, length=length, **asked) for kind in gpus]
     offers = [_offer(each, hour) for each, hour in zip(tried, prices * len(gpus), strict=False)]
+    is_one_kind = len(offers) > len({each.device_name for each in offers}) == 1
+    offers.sort(key=lambda e: (e.trained is None, e.gpus) if is_one_kind else _place(e))
     notes = [note for each in tried for prediction in each for note in prediction.notes]
     for kind, each in zip(gpus, tried, strict=True):
         if not has_count(kind) and (least := each[0].gpus) > 1:
@@ -88,8 +94,9 @@ def cheapest_gpus(
         native_length_tokens=known.native_length_tokens,
         trainer=known.trainer,
         length_tokens=known.length_tokens or 0,
-        offers=tuple(sorted(offers, key=_place)),
+        offers=tuple(offers),
         notes=tuple(dict.fromkeys([*notes, *([LIST_PRICE_NOTE] * is_listed)])),
+        is_one_kind=is_one_kind,
     )
 
 
@@ -140,6 +147,7 @@ def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
                 trained=best,
                 host_memory_bytes=each.memory_limit.host_bytes,
                 usual_host=each.memory_limit.usual_host,
+                assumed=each.assumed,
                 million_dollars=cost and cost.dollars,
                 hour_dollars=price and price * each.gpus,
             )

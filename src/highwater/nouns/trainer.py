@@ -235,10 +235,12 @@ def known_runs(name: str, own_trials: int = 0) -> str:
 
 def predicted_as(name: str, own_trials: int = 0) -> str:
     """``predicted``, and for another trainer's step whose it is and what was measured."""
-    other = REGISTRY[name].trains_by
-    if other is None:
+    row = REGISTRY[name]
+    if row.trains_by is None:
         return "predicted"
-    return f"predicted as {trainer_title(other)}'s step; {known_runs(name, own_trials)}"
+    known = known_runs(name, own_trials) if own_trials else row.runs
+    known = known or f"{row.title}'s own unmeasured"
+    return f"predicted as {trainer_title(row.trains_by)}'s step, {known}"
 
 
 def step_in_words(name: AnyTrainer) -> str:

@@ -121,9 +121,7 @@ def _of_file(
     shown, native_tokens = prediction.explained, prediction.native_length_tokens
     asked = prediction.length_tokens or shown.does_not_fit_tokens or 0
     usual = (prediction.memory_limit.host_bytes, prediction.memory_limit.usual_host)
-    row, by, (nearest, lacks_bytes) = REGISTRY[prediction.trainer], "", _nearest(prediction)
-    if row.trains_by is not None:
-        by = f" as {REGISTRY[row.trains_by].title}'s step, {row.title}'s own unmeasured"
+    source, (nearest, lacks_bytes) = predicted_as(prediction.trainer), _nearest(prediction)
     left_bytes, of_host = shown.headroom_bytes, " of host memory" * (nearest.binding == "host")
     lacks_bytes = lacks_bytes if of_host else max(-left_bytes, 0) or lacks_bytes
     fits, left = "does not fit", f"{format_bytes(lacks_bytes)}{of_host} short"
@@ -142,7 +140,7 @@ def _of_file(
         second = f"The longest, {_tokens(best.reach_tokens, native_tokens)}, takes {what}: "
         second += f"{', '.join(filter(None, told))}."
     which = f"{plain(read.source)} at {format_tokens(asked)} tokens {fits} {_gpus(prediction)}"
-    lines = f"Predicted{by}: {which}, {left}; {far}.\n{second}"
+    lines = f"P{source[1:]}: {which}, {left}; {far}.\n{second}"
     chosen, is_scaled = prediction.answer or (changed and changed.chosen), asked > native_tokens
     if chosen is None:
         would = _would_fit(changed.alternatives if changed else (), is_scaled=is_scaled)
@@ -271,28 +269,32 @@ def _of_small_batches(prediction: Prediction) -> str:
 
 def choice_answer(choice: "GpuChoice") -> str:
     """Sentence on the GPUs that train a length for the least money; without prices, the fewest."""
-    best, model = choice.offers[0], plain(choice.model_name)
+    best, source = choice.offers[0], predicted_as(choice.trainer)
+    model = f"{plain(choice.model_name)}{_for_trainer(choice.trainer)}"
     tokens = _tokens(choice.length_tokens, choice.native_length_tokens)
     if best.trained is None:
-        kinds = listed([each.device_name for each in choice.offers])
-        return f"No: {model} does not train at {tokens} on up to {best.gpus} of {kinds}, predicted."
+        most = max(each.gpus for each in choice.offers)
+        kinds = listed([*dict.fromkeys(each.device_name for each in choice.offers)])
+        return f"No: {model} does not train at {tokens} on up to {most} of {kinds}, {source}."
     is_scaled = choice.length_tokens > choice.native_length_tokens
     which, dollars = "fewest", ""
     if best.million_dollars is not None:
         which, dollars = "cheapest", f" for {best.million_dollars:,.2f} dollars a million tokens"
     elif best.hour_dollars is not None:
         which, dollars = "cheapest", f" for {best.hour_dollars:,.2f} dollars an hour"
+    which = "fewest" if choice.is_one_kind else which
     claim = (
         f"{best.gpus} x {plain(best.device_name)} {'is' if best.gpus == 1 else 'are'} the {which} "
         f"of these to train {model} at {tokens}{dollars}"
     )
     host = (best.host_memory_bytes, best.usual_host)
-    text = _sentences_on(claim, best.trained, *host, source="predicted", is_scaled=is_scaled)
+    source += best.assumed and f". {best.assumed}"
+    text = _sentences_on(claim, best.trained, *host, source=source, is_scaled=is_scaled)
     return f"{text}{_of_objective(best.trained.cell, choice.trainer)}"
 
 
 def choice_table(choice: "GpuChoice") -> TextTable:
-    """Table with a row for each kind of GPU, the cheapest first."""
+    """Table with a row for each kind of GPU, the cheapest first; or for each number of one kind."""
     trained = shared_training(e.trained.cell.settings for e in choice.offers if e.trained)
     return table_of(
         f"{plain(choice.model_name)}, {format_tokens(choice.length_tokens)} tokens"
@@ -418,12 +420,17 @@ def _in_brackets(notes: Sequence[str]) -> str:
     return f" ({', '.join(notes)})" if notes else ""
 
 
+def _for_trainer(trainer: AnyTrainer, target: str | None = None) -> str:
+    """Text: `` for TRL's trainer``, or the one whose files are written; empty for our engine."""
+    row = REGISTRY[target or trainer]
+    trained = row.trained or f"{row.title}'s trainer"
+    by = f" with {row.title}" if predicted_traits(trainer) is None else f" for {trained}"
+    return "" if trainer == OURS else by
+
+
 def _where(found: Prediction | Recommendation, target: str | None = None) -> str:
     """Text: ``4 x A100-80GB``, the trainer if not our engine, and vLLM's share unless typed."""
-    row = REGISTRY[target or found.trainer]
-    trained = row.trained or f"{row.title}'s trainer"
-    by = f" with {row.title}" if predicted_traits(found.trainer) is None else f" for {trained}"
-    by = "" if found.trainer == OURS else by
+    by = _for_trainer(found.trainer, target)
     apart = found.rollout_gpus if isinstance(found, Recommendation) else 0
     by += f" and {apart} for rollout" if apart else ""
     rollout = found.memory_limit.rollout if isinstance(found, Prediction) else found.rollout
@@ -626,7 +633,13 @@ def _facts_of(
     if held is not None:
         holds = f"vLLM holds {counted(held, 'such sequence')} at once"
         host = f"{host}; {holds}" if host else holds
-    how = settings_in_words(settings, layout, is_lowered=found.is_lowered, is_scaled=is_scaled)
+    how = settings_in_words(
+        settings,
+        layout,
+        is_lowered=found.is_lowered,
+        is_scaled=is_scaled,
+        says_shards=not is_second and settings.deepspeed == "none",
+    )
     return how, ", ".join(said), host
 
 
