@@ -205,8 +205,7 @@ def place_of(
     model: Model, machine: Machine, asked: Request, *, starts: bool = False
 ) -> dict[str, str | int]:
     """Device and lengths, as settings of a request: GPUs; or, for a small model on a machine
-    without GPUs, the CPU, with short lengths close together unless ``starts``: a start length was
-    typed.
+    without GPUs, the CPU, with short lengths close together unless a start was typed (``starts``).
     """
     room_bytes = asked.memory_bytes or cpu_memory(asked, machine)
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= room_bytes // 4

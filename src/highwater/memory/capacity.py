@@ -124,7 +124,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
 
 
 class Tensor(Record, frozen=True):
-    """One tensor that a step may allocate: what it is, its sizes, and what makes it smaller."""
+    """A tensor that a training step may allocate: its name, sizes, and what makes it smaller."""
 
     name: str
     shrunk_by: Literal["loss", "attention", "tokens", "sharding"]
@@ -152,7 +152,7 @@ _ROUNDED_BYTES = 2 * MIB
 
 
 def failed_allocation(asked_bytes: int, steps: Iterable[Step]) -> FailedAllocation:
-    """Tensors of these steps that have an allocation's bytes; else the two nearest in size."""
+    """Return these steps' tensors of ``asked_bytes`` bytes, else the two nearest in size."""
 
     def distance(tensor: Tensor) -> int:
         rounded = -(-tensor.bytes // _ROUNDED_BYTES) * _ROUNDED_BYTES

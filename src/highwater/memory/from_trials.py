@@ -124,7 +124,7 @@ def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int
 
 
 def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
-    """The memory that a study found too small, by the cell's answer or its trials."""
+    """Return whose memory a study found too small, a GPU's or the host's, by answer or trials."""
     answer = study.answer_of(cell)
     if answer is not None:
         return "host" if answer.limit == "host_memory" else "device"
@@ -158,7 +158,7 @@ def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None,
 
 
 def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
-    """Bytes that were lacking at least, by the longest trial up to here; None: unknown."""
+    """Bytes of headroom that the longest trial up to here lacked; None if none, or unknown."""
     told = [
         (trial.spec.length_tokens, trial.result)
         for trial in study.trials_of(cell)

@@ -71,7 +71,7 @@ PredictorOf = Callable[[Question, Cell, MemoryLimit], Predictor]
 
 @dataclass(frozen=True, slots=True)
 class FormulaPredictor:
-    """Predicts by a trainer's closed form."""
+    """Predicts the memory of a cell by a trainer's formula, without a trace."""
 
     closed_form: Formula
     question: Question
@@ -89,7 +89,7 @@ class FormulaPredictor:
         return likely_index
 
     def at(self, length_tokens: int, room_bytes: int | None = None) -> PredictedPeak:
-        """Peak at a length, by term; outside the allocator by the user's own readings, if any."""
+        """Predict the peak at a length by formula, with a user's own readings of libraries."""
         question = self.question
         limit = self.memory_limit
         step = Step(
@@ -113,7 +113,7 @@ class FormulaPredictor:
         return PredictedPeak(footprint=found, needed_bytes=needed_bytes, fits=fits)
 
     def capacity_room_bytes(self, factors: Factors | None) -> int:
-        """Bytes that a prediction may have so that its pessimistic end leaves the headroom."""
+        """Most bytes that a prediction may have for its pessimistic end to leave the headroom."""
         limit_bytes = self.memory_limit.device_bytes
         left_bytes = limit_bytes - self.question.margin_bytes
         if factors is None:
@@ -128,7 +128,7 @@ Replay = Callable[[int, int | None], tuple[Replayed, int]]
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """Replays of one traced step, kept: one with room to spare holds for more memory, too."""
+    """Cache of one traced step's replays: one with room to spare also answers for more memory."""
 
     replay: Replay
     _made: dict[tuple[int, int | None], tuple[Replayed, int]] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class ReplayPredictor:
         return index if self.aim is None else self.aim(index)
 
     def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
-        """Peak of a replay in ``room_bytes``; with little room the allocator caches less."""
+        """Predict the peak by replay in ``room_bytes``; with little room less is cached."""
         footprint = self.by_formula.at(length_tokens).footprint
         if self.outside is not None:
             footprint = footprint.replace(outside=self.outside)

@@ -191,9 +191,7 @@ def _ring_notes(
     settings: Mapping[str, Any],
     longest_tokens: int,
 ) -> tuple[str, ...]:
-    """A note on the GPUs that no degree of Ulysses lets share a sequence, and on a ring that does,
-    if no degree was named.
-    """
+    """Note on GPUs left out by Ulysses, and on a ring that uses them; none if a degree is named."""
     is_named, traits = "ulysses" in settings or "ring" in settings, TRAINERS[trainer]
     has_no_heads = bool(traits.refused(["ulysses"])) or traits.ring_objectives is not None
     if where.machines > 1 or is_named or has_no_heads:
@@ -244,7 +242,7 @@ class PredictionTask:
 
 
 def prediction_of(task: PredictionTask, cells: tuple[CellPrediction, ...]) -> Prediction:
-    """Put predicted cells together to the answer of a task."""
+    """Return the prediction of a task, made of its predicted cells, with its notes and accuracy."""
     question = task.question
     where = task.where
     trainer = task.trainer
@@ -325,8 +323,8 @@ _GAIN = 1.2
 def with_frontier(
     question: Question, cells: Sequence[CellPrediction], *, is_one_length: bool
 ) -> tuple[CellPrediction, ...]:
-    """The cells, each with ``is_on_frontier``. A cell that trains no length is not on it, unless
-    none trains any; at one length, the memory that cells leave is compared, not capacity.
+    """Return the cells, marked ``is_on_frontier`` if no other trains nearly as long in less time.
+    Cells that train no length are not, unless none trains any; at one length free memory counts.
     """
     pool = [cell for cell in cells if cell.capacity_tokens] or list(cells)
     reach = attrgetter("headroom_bytes" if is_one_length else "reach_tokens")

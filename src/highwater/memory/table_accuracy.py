@@ -50,7 +50,7 @@ _LONGEST_TOKENS = 16 * 1024**2
 
 
 class CapacityTable(Record, frozen=True, kw_only=True):
-    """A table's capacities, by question and cell."""
+    """A table of known capacities, in tokens: for each GPU kind and model, those of its cells."""
 
     questions: tuple[Question, ...]
     """One question for each GPU and model, its cells in the table's order."""
@@ -63,9 +63,8 @@ class CapacityTable(Record, frozen=True, kw_only=True):
 
 
 def read_capacity_table(path: Path) -> CapacityTable:
-    """Read a CSV file of capacities, for GPUs and models of the catalog.
-
-    Raises UsageError for a file that is no such table, ModelError for an unknown model.
+    """Read a CSV file of capacities, for GPUs and models of the catalog. Raises UsageError for a
+    file that is no such table, ModelError for an unknown model.
     """
     rows = [row for row in _read_rows(path) if row.tokens is not None]
     capacity_tokens = {row.place: row.tokens for row in rows if row.tokens is not None}
@@ -252,7 +251,9 @@ class TableAccuracy(Record, frozen=True, kw_only=True):
 def table_accuracy(
     table: CapacityTable, trainer: TrainerName, memory_limits: Mapping[str, MemoryLimit]
 ) -> TableAccuracy:
-    """Predict every cell of a table, without intervals, and compare. ``memory_limits``: by kind."""
+    """Predict the longest length of every cell in a table, without intervals, and count how many
+    agree with the table. ``memory_limits``: memory of each kind of GPU, by its name.
+    """
     row = MEMORY[trainer]
     by_formula = partial(predict_cells, make_predictor=row.by_formula)
     alone = _accuracy(table, trainer, memory_limits, by_formula)

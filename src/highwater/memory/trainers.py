@@ -134,9 +134,7 @@ def predict_untraced(
 
 
 def formula_of_trials(question: Question, cell: Cell, usable_bytes: int) -> FormulaPredictor | None:
-    """Predictor by the formula of the question's trainer; None if the trainer has no formula of its
-    own, as only its configuration says which loss its trials have.
-    """
+    """The trainer's formula predictor; None if only its configuration tells which loss it has."""
     memory_limit = MemoryLimit(device_bytes=usable_bytes, host_bytes=question.host_memory_bytes)
     trainer = OURS if question.foreign is None else predicted_trainer(question.foreign.trainer)
     if trainer is None or REGISTRY[trainer].trains_by is not None:
@@ -168,7 +166,7 @@ def calibration_of(
     method: PredictionMethod = "formula",
     own: Sequence[Residual] = (),
 ) -> Calibration | None:
-    """What intervals are learned from; None without recorded trials and ``own`` residuals."""
+    """Learn a question's intervals from recorded trials and ``own`` residuals; None without any."""
     residuals = MEMORY[trainer].residuals
     bundled = residuals() if residuals else ()
     return calibrate(question, method, bundled=bundled, own=own) if bundled or own else None

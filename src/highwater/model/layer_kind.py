@@ -37,9 +37,7 @@ class Matrices(NamedTuple):
     """Numbers in one row."""
 
     def beyond_even(self, shards: int) -> int:
-        """Elements added if each of ``shards`` GPUs had as many rows as the first, whose number of
-        rows is rounded up.
-        """
+        """Elements added if each of ``shards`` GPUs had as many rows as the first, the fullest."""
         return self.number * (-self.rows % shards) * self.row_size
 
 

@@ -36,9 +36,8 @@ def default_ladder(
     *, device: str, base: Settings, allocator: Allocator | None = None, loss: Loss | None = None
 ) -> tuple[Settings, ...]:
     """Rungs that `highwater find` tries, cheapest first. Naming an allocator or a loss keeps only
-    the rungs that have it; naming both gives one rung. On the CPU only the loss varies, as there is
-    one allocator. A reward model has no logits to chunk, and with a chunked entropy the logits are
-    chunked already.
+    the rungs that have it; naming both gives one. On the CPU, with one allocator, only the loss
+    varies. A reward model has no logits to chunk; a chunked entropy has chunked the logits already.
     """
     ladder = _CPU_LADDER if device == "cpu" else _GPU_LADDER
     if base.traits.gives_scalars or base.entropy == "chunked":
@@ -83,10 +82,9 @@ def cells_of(
     machines: int = 1,
     longest_tokens: int | None = None,
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
-    """Cells of every layout that can work on every rung, and a note for each layout that is
-    skipped. ``has_ring``: the trainer has ring attention. ``machines``: those that the GPUs are
-    of. ``longest_tokens``: the longest document; None: unknown. Raises UsageError if no layout
-    works.
+    """Cells of every layout that can work on every rung, and a note for each skipped layout.
+    ``has_ring``: the trainer has ring attention. ``machines``: number that the GPUs are in.
+    ``longest_tokens``: the longest document; None: unknown. Raises UsageError if no layout works.
     """
     if device == "cpu" and request.allocator == "expandable":
         raise UsageError(

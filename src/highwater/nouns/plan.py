@@ -415,7 +415,7 @@ def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int)
 
 
 def gpus_hint(request: Request, length_tokens: int) -> str:
-    """Hint for a request that needs a GPU where none is: run it elsewhere, predict it here."""
+    """Return the hint where no GPU is: start elsewhere, and predict how many GPUs it takes."""
     asked = f"{shlex.quote(request.model)} --gpus 1xH100-80GB --length {length_tokens}"
     return f"start it where GPUs are; `highwater predict {asked}` says how many it takes"
 

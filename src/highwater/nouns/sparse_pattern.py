@@ -120,7 +120,9 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
         return self.pattern_type == "block_top_k"
 
     def at(self, length_tokens: int) -> "SparsePatternConfig":
-        """The pattern for parts of a sequence of this length: ``adaptive`` becomes a number."""
+        """Return the pattern for a document of ``length_tokens``: an adaptive ``sparsity_ratio``
+        becomes the share of key blocks kept at that length (0 to 1).
+        """
         if self.sparsity_ratio != "adaptive":
             return self
         return self.replace(sparsity_ratio=self.ratio_at(length_tokens))

@@ -453,7 +453,7 @@ class Study(Record, frozen=True, kw_only=True):
         return next((each for each in self.unproven if each.answer.cell == cell), None)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
-        """The cell's trials, in the order in which they started."""
+        """Return the recorded trials of a cell (settings on a layout), in order of their start."""
         return tuple(trial for trial in self.trials if trial.cell == cell)
 
     def told_by(self, cell: Cell) -> tuple[tuple[TrialSpec, TrialResult], ...]:

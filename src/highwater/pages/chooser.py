@@ -282,8 +282,7 @@ def _ends(group: Sequence[_Own]) -> tuple[int, int]:
 
 def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
     """Lengths of the chooser: powers of two and the tables' lengths, at least a factor of ``apart``
-    apart. The longest is the first length known not to fit or, if none is known, the longest that
-    fits.
+    apart. The longest is the first known not to fit or, if none is, the longest that fits.
     """
     longest, beyond = _ends(group)
     name, rows = (

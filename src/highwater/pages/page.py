@@ -130,7 +130,7 @@ def _on_one_line(text: str) -> Markup:
 
 
 def page_script(name: str) -> Markup:
-    """Read a script of this folder for an HTML element."""
+    """Read a script from ``templates/``, to be put into an HTML element without escaping."""
     text = (files("highwater.pages") / "templates" / name).read_text(encoding="utf-8")
     return _made_safe(text)
 

@@ -277,7 +277,9 @@ def length_text(question: Question, length_tokens: int, *, commas: bool = True) 
 
 
 def peak_name(asked: Question | TrialSpec) -> str:
-    """Name of a trial's peak; for other trainers it says how the peak was sampled."""
+    """Return the name of the memory peak that trials report: ``peak reserved``, on the CPU
+    ``peak data segment`` or, for another trainer, what was sampled from outside.
+    """
     if asked.foreign is not None:
         return f"{'data segment' if asked.device == 'cpu' else 'device used'}, sampled"
     return "peak data segment" if asked.device == "cpu" else "peak reserved"

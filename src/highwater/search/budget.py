@@ -27,7 +27,7 @@ TRIALS_AT_AN_EDGE = 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellOutlook:
-    """Next trials of one cell and their expected time in seconds."""
+    """Next trials of one cell (settings on a layout), and the seconds that they should take."""
 
     cell: Cell
     first_tokens: int
@@ -48,13 +48,13 @@ class CellOutlook:
 
 
 def outlook(question: Question, timeout_s: float | None = None) -> tuple[CellOutlook, ...]:
-    """Next trials of each cell of a question; ``timeout_s``: longest time of a full trial."""
+    """Return each cell's next trials; ``timeout_s``: most seconds that a full trial may take."""
     limit_s = timeout_s if question.timeout_s is None else question.timeout_s
     return tuple(_of_cell(question, cell, limit_s) for cell in question.cells)
 
 
 def time_notes(question: Question, timeout_s: float) -> tuple[str, ...]:
-    """Note on the first length that fits and whose full trial would take too long."""
+    """Return a note, if any, on the first cell whose predicted length takes too long to train."""
     for cell in question.cells if question.proof == "full" else ():
         in_full = full_trials(question, cell, timeout_s)
         length_tokens = question.grid.length(first_index(question, cell, []) or 1)

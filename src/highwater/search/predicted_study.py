@@ -43,7 +43,7 @@ class PredictedTrial(Record, frozen=True, kw_only=True):
 
 
 class PredictedCell(Record, frozen=True, kw_only=True):
-    """Longest lengths of one cell by today's formula, beside the trials'."""
+    """Longest lengths in tokens that today's formula predicts for a cell of a recorded study."""
 
     capacity_tokens: int
     """Longest length for which even the upper end of the interval fits."""
@@ -195,7 +195,7 @@ def cells_of_study(request: Request) -> tuple[Cell, ...]:
 
 
 def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
-    """The request with the prompt of the study that it goes on with; and notes."""
+    """Return the request with its study's prompt length, if it names none itself; and notes."""
     if request.study is None or request.prompt_tokens is not None:
         return request, ()
     path = Path(request.study)

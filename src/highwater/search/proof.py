@@ -22,19 +22,21 @@ _RAN_OUT_STEPS = 0.2
 
 
 def trial_s(question: Question, spec: TrialSpec) -> float | None:
-    """Seconds that a trial takes if it fits; None: no rates, own data, another trainer, CPU."""
+    """Predict the seconds of a whole trial, launch and steps, if it fits. None if unknown: for a
+    GPU of unknown speed, on the CPU, with the user's own data, or for another trainer.
+    """
     step_s = step_time_s(question, spec)
     return None if step_s is None else _launch_s(question, spec) + spec.steps * step_s
 
 
 def ran_out_s(question: Question, spec: TrialSpec) -> float | None:
-    """Predict the seconds until a trial that does not fit has ended; None if unknown."""
+    """Predict the seconds until a trial that does not fit has ended; None as for ``trial_s``."""
     step_s = step_time_s(question, spec)
     return None if step_s is None else _launch_s(question, spec) + _RAN_OUT_STEPS * step_s
 
 
 def step_time_s(question: Question, spec: TrialSpec) -> float | None:
-    """Predict the seconds of one step of a trial; None if unknown."""
+    """Predict the seconds of one step of a trial; None as for ``trial_s``."""
     if spec.device != "cuda" or spec.data is not None or spec.foreign is not None:
         return None
     predicted = predicted_step(

@@ -45,7 +45,7 @@ _FIXED_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine:
-    """Bytes of one GPU besides the states, as a line over the tokens on it."""
+    """Bytes of one GPU besides weights, gradients and optimizer states: linear in its tokens."""
 
     fixed_bytes: float
     bytes_per_token: float
@@ -77,7 +77,7 @@ def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLin
 
 
 def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryLine:
-    """The line of memory with Hugging Face's own loss: whole logits, recomputed layers."""
+    """Return the memory line of Hugging Face's own loss: whole logits, and recomputed layers."""
     shape = question.model.shape
     of_token = layer_input_bytes(shape) + _HF_LOGITS_BYTES * shape.vocab_size
     return MemoryLine(_FIXED_SHARE * usable_bytes, of_token)
@@ -270,7 +270,9 @@ def read_prediction(path: Path, question: Question) -> Prediction:
 def expectation(
     request: Request, question: Question, cell: Cell, told_tokens: int | None
 ) -> Expectation | None:
-    """What a cell was expected to train before its first trial; None if nothing predicts it."""
+    """Return the longest length predicted for a cell before its first trial; None if nothing
+    predicts it. ``told_tokens``: that length by a trace or a file; None: predict it by formula.
+    """
     if told_tokens is not None:
         return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
     if question.memory_bytes is None or unlike_trials(question) is not None:

@@ -84,7 +84,7 @@ def _predicted(request: Request, machine: Machine, gpus: int) -> Iterator[Predic
 def _memory(
     machine: Machine, gpus: int, memory_bytes: int | None, host_bytes: int | None
 ) -> tuple[Cluster, MemoryLimit]:
-    """A cluster of ``gpus`` GPUs of a machine, or of a dry run's memory; and each GPU's limit."""
+    """Return ``gpus`` GPUs of the machine, or of a dry run's memory, and what each GPU may use."""
     here = machine.replace(gpus=machine.gpus[:gpus])
     named_bytes = None if machine.gpus else memory_bytes
     where = cluster(str(gpus), gpu_memory_bytes=named_bytes, machine=here)
@@ -103,8 +103,8 @@ def _others(request: Request, left: Sequence[Cell]) -> Iterator[str]:
 
 
 def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> UpperFormula:
-    """The memory law of a dry run: the prediction for trials on GPUs, else the closed form.
-    ``is_roomy``: the user named no headroom, so that the default headroom is kept.
+    """Return the law that gives the bytes of a dry run's trials: the prediction for trials on GPUs,
+    else the closed form. ``is_roomy``: no headroom was named, so that the default one is kept.
     """
     by_formula = UpperFormula(shape=question.model.shape)
     if question.device != "cuda" or question.foreign is not None:

@@ -110,19 +110,19 @@ class Journal:
         """Cells that had a decided answer when the journal was opened."""
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
-        """Result of a launch that the study already has; None if it is to be run."""
+        """Return the recorded result of a launch; None if the launch is to be run."""
         trial = self._record.trial((spec.key, attempt, repeat))
         return trial.result if trial is not None and self._stands(trial) else None
 
     def past(self, cell: Cell) -> Past:
-        """What the study already has on a cell, which a search does not repeat."""
+        """Return a cell's recorded answer and trials, as far as a search need not repeat them."""
         trials = tuple(trial for trial in self._record.trials_of(cell) if self._stands(trial))
         answer = self._record.answer(cell) if self._is_settled(cell) else None
         return Past(answer=answer, trials=trials)
 
     def _stands(self, trial: RecordedTrial) -> bool:
-        """True if a trial's result is final. A result that does not tell whether memory suffices,
-        from a shorter time limit than now, is run again unless another attempt told. A crash was
+        """True if a trial's result is final. A result that does not say whether memory suffices,
+        from a shorter time limit than now, is run again unless another attempt says it. A crash was
         retried often enough, and is run again only on request. A timeout counts if the question has
         a time limit, or if its cell was decided (docs/decisions/026).
         """

@@ -228,7 +228,7 @@ class HeaderLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="heade
 
 
 class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opened"):
-    """Identifies the process that writes from here on, for errors in other processes."""
+    """Journal line: the process that writes from here on, for other processes' errors to name."""
 
     pid: int
     host: str
@@ -354,7 +354,7 @@ class JournalContent:
         self._ended_since.add(cell)
 
     def trial(self, key: LaunchKey) -> RecordedTrial | None:
-        """Return a launch of a trial; None if it never started."""
+        """Return the launch with this key (trial, attempt, repeat); None if it never started."""
         return self._trials.get(key)
 
     def has_told(self, spec: TrialSpec, repeat: int) -> bool:
@@ -373,7 +373,7 @@ class JournalContent:
         return (trial for (key, _, again), trial in self._trials.items() if (key, again) == found)
 
     def has_crashed(self, cell: Cell) -> bool:
-        """True if a trial of a cell crashed, and no later attempt told or timed out."""
+        """True if a cell's trial crashed, no attempt showed if it fits, no later one timed out."""
         return any(
             trial.result is not None
             and trial.result.outcome is Outcome.CRASHED
@@ -388,20 +388,22 @@ class JournalContent:
         return None if why() else answer
 
     def answered_within_s(self, cell: Cell) -> float | None:
-        """Time limit of a cell's answer; None without an answer, or if a trial ended since."""
+        """Time limit in seconds of a cell's answer; None without one, or if a trial ended since."""
         return None if cell in self._ended_since else self._answered_within_s.get(cell)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
-        """Return the launches of a cell, in their order."""
+        """Return the recorded trials of a cell (settings on a layout of GPUs), in order of their
+        start. A trial that was run again stands where its last result was recorded.
+        """
         return tuple(self._trials_of.get(cell, {}).values())
 
     def has_begun(self, cell: Cell) -> bool:
-        """True if anything is recorded of a cell's search."""
+        """True if a prediction or a trial of a cell is recorded."""
         return cell in self._expectations or bool(self.trials_of(cell))
 
     def parts_of_a_study(self) -> dict[str, Any]:
-        """Fields of a ``Study`` from the lines. Fields by cell are in the question's order: answers
-        that trials support, with the time limit of each, and answers that they do not support.
+        """Return keyword arguments of ``Study``. In the order of the question's cells: answers that
+        trials prove, their time limits, answers that trials do not prove, predicted lengths.
         """
         cells, expected, claims = self.question.cells, self._expectations, self._claims
         whys = {cell: claims[cell][1]() for cell in cells if cell in claims}

@@ -129,7 +129,9 @@ class FinetunerTrial(NamedTuple):
 
 
 class Finetuner(ABC):
-    """A trainer for fine-tuning: writes its file for a user, and for a trial."""
+    """Base of the external fine-tuning programs (Axolotl, LLaMA-Factory, ms-swift): makes a
+    program's configuration file, for a user and for a trial.
+    """
 
     name: ClassVar[ForeignName]
     words: ClassVar[Dialect]

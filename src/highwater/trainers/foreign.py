@@ -138,8 +138,9 @@ def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
 
 
 def flat_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
-    """Fields by dotted names, of sections in YAML, or of overrides ``a.b=1`` in a shell's command;
-    without those that refer to others. Raises UsageError for other content.
+    """Return by dotted names the values in ``content``, a trainer's file: YAML, or a shell script
+    whose command has overrides like ``a.b=1``. Values that refer to others (``${...}``) are left
+    out. ``path`` is named in errors. Raises UsageError, with ``hint``, for content that is neither.
     """
     try:
         fields = yaml_fields(content, path, hint=hint)

@@ -233,9 +233,7 @@ _FOLDERS = 1000
 def launch_script(
     emitted: Emitted, *, file: str, said: Sequence[str], before: Sequence[str]
 ) -> str:
-    """Shell script that starts a training from any folder: ``said`` as a comment, the lines
-    ``before``, and the start command.
-    """
+    """Shell script to start a training anywhere: ``said`` as comment, lines ``before``, command."""
     is_script = emitted.text.startswith("#!")
     command = f'bash {file} "$@"' if is_script else f'{emitted.command} "$@"'
     read = f"{emitted.text}{emitted.command}"

@@ -210,9 +210,8 @@ _ALWAYS = ("strategy", "objective", "entropy", "loss")
 
 
 def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields set as in the published tables, given the ``named`` ones. Published offload is
-    FSDP2's, with expandable segments; LoRA, not published, needs FSDP2 to keep frozen parameters
-    apart.
+    """Fields as in the published tables, given the ``named`` ones. Published offload is FSDP2's,
+    with expandable segments; LoRA, not published, needs FSDP2 to keep frozen parameters apart.
     """
     is_offloaded = named.get("offload", False) is not False
     published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]

@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
 
 
 def classify(spec: TrialSpec, ending: Ending) -> Verdict:
-    """The outcome of our engine's trial. What ranks printed counts only without a report."""
+    """Return how our engine's trial ended, and why. Ranks' output counts only without a report."""
     return failure_of(spec, ending) or _classify_reports(spec, ending.reports)
 
 

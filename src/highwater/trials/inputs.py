@@ -45,8 +45,7 @@ def tokenised(
     ended: Event | None = None,
 ) -> Corpus:
     """Tokenise a corpus in ``parent`` (default: the cache) unless it exists; blocks until done.
-    Raises the process's own refusal, MachineError if it failed, and TrialEndedError after ``ended``
-    is set, which stops it.
+    Raises its process's refusal, MachineError if it failed, TrialEndedError once ``ended`` is set.
     """
     refuse_package_obstacles(probe(), before="no data can be tokenised here: ")
     elsewhere = _ELSEWHERE if parent is None else "use another `--output`"
@@ -164,9 +163,7 @@ class ModelFiles(Record, frozen=True, kw_only=True):
         return None
 
     def placed(self, folder: Path) -> Path:
-        """The directory to open the model from: its own, or, if contents were sent, ``folder``,
-        into which they are written.
-        """
+        """The directory with the model: its own, or ``folder`` after writing sent files there."""
         if self.contents is None:
             return Path(self.directory)
         folder.mkdir(parents=True)

@@ -47,7 +47,7 @@ _ORDER = "node.json"
 
 
 class NodeOrder(Record, frozen=True, kw_only=True):
-    """What each machine gets to start its ranks of a trial: which, on what GPUs and model."""
+    """Order to each machine of a trial: its ranks' command, and the GPUs and model they need."""
 
     trial: TrialSpec
     worker: tuple[str, ...]
@@ -64,7 +64,7 @@ class NodeOrder(Record, frozen=True, kw_only=True):
 
 
 class Across(Record, frozen=True, kw_only=True):
-    """How several machines start the ranks of one trial, and how those meet."""
+    """How one trial's ranks are started on several machines, and through what they connect."""
 
     launcher: tuple[str, ...]
     nodes: int

@@ -98,7 +98,7 @@ class Needs(Record, frozen=True, kw_only=True):
 
 
 class Node(Record, frozen=True, kw_only=True):
-    """One node of a Ray cluster: what Ray may give of it, and its machine."""
+    """One node of a Ray cluster: what Ray may give trials there, and the machine as read."""
 
     node_id: str
     cpus: float
@@ -138,7 +138,7 @@ def _name(node_id: str) -> str:
 
 
 class Demand(Record, frozen=True, kw_only=True):
-    """What a trial takes of one node: GPUs, cores or memory."""
+    """GPUs, CPU cores and bytes of memory that a trial takes on one node."""
 
     gpus: int
     cpus: float
@@ -154,7 +154,7 @@ class Demand(Record, frozen=True, kw_only=True):
 
 
 class Wanted(Record, frozen=True, kw_only=True):
-    """What is asked of Ray for a trial, and the nodes that may give it."""
+    """Resources that a trial requests from Ray, and the nodes that have them."""
 
     demand: Demand
     first: str
@@ -177,7 +177,7 @@ class NodeTrial(Record, frozen=True, kw_only=True):
 
 
 class RayOrder(Record, frozen=True, kw_only=True):
-    """What a process on a Ray cluster does: one trial or, without one, reading the nodes."""
+    """Order to a process on a Ray cluster: run a trial or, if there is none, read the nodes."""
 
     address: str
     needs: Needs
@@ -185,7 +185,7 @@ class RayOrder(Record, frozen=True, kw_only=True):
 
 
 class RayReport(Record, frozen=True, kw_only=True):
-    """What it found or ran: the nodes, or the result of a trial."""
+    """Report of a process on a Ray cluster: the nodes that it read, or its trial's result."""
 
     nodes: tuple[Node, ...] = ()
     """The nodes that are alive."""
@@ -435,7 +435,7 @@ class TrialEnd(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a running trial says when asked: its phase, more of its log, and its end at last."""
+    """State of a running trial on a node: its phase, the new part of its log, and its end."""
 
     phase: str
     log: bytes

@@ -384,7 +384,7 @@ def _read_nodes(address: str, needs: str) -> tuple[Node, ...]:
 
 
 def leave() -> None:
-    """Drop the nodes that a plan read for its request."""
+    """Forget the nodes that were read for a request, so that the next request reads them again."""
     _read_nodes.cache_clear()
 
 

@@ -66,7 +66,7 @@ Law = Callable[[TrialSpec], int | Outcome]
 
 
 class SimulatedRunner(OneByOne):
-    """A ``Runner`` that trains nothing and takes no time."""
+    """A ``Runner`` that trains nothing: its law says at once what each trial needs."""
 
     def __init__(self, law: Law, *, device_total_bytes: int | None = None) -> None:
         """``device_total_bytes``: GPU memory of trials without a budget; None: unlimited."""
@@ -138,7 +138,7 @@ class SimulatedRunner(OneByOne):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpperFormula:
-    """Law of our engine's trials: the upper end of the formula, which is seldom too low."""
+    """Bytes that our engine's trials need, by the formula's upper estimate: seldom too low."""
 
     shape: ModelShape
 
@@ -155,7 +155,7 @@ class UpperFormula:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LikelyPrediction(UpperFormula):
-    """Bytes as ``highwater predict`` has them: likely bytes against the room for their interval."""
+    """Bytes that trials need by ``highwater predict``, and the room that its intervals leave."""
 
     question: Question
     limit: MemoryLimit

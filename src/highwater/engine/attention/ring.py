@@ -140,9 +140,7 @@ class Run(NamedTuple):
     def backward(
         self, query_BHSD: Tensor, at_hand: Sequence[Tensor], of_queries: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients of queries, keys and values from the output's gradient, the output and
-        its log-sum-exps.
-        """
+        """Return gradients of q, k and v from the output's gradient, output and log-sum-exps."""
         return self._block(query_BHSD, at_hand).backward(*of_queries)
 
     def _block(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> Block:

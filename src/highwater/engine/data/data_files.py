@@ -93,7 +93,7 @@ class DataFile(NamedTuple):
 
     @property
     def printed(self) -> str:
-        """Shell command that prints a file of lines or text."""
+        """Shell command that prints the text in a file; it unpacks one compressed by gzip."""
         return f"{'gzip -dc' if self.is_packed else 'cat'} {quote(str(self.path))}"
 
     @property

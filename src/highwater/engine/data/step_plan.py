@@ -335,7 +335,9 @@ class _OpenStep:
         return True
 
     def without(self, unit: int) -> "_OpenStep":
-        """Return the step without a unit; all other documents stay in their rows."""
+        """Return the step without one unit, a group of documents that is trained in the same step.
+        All other documents stay in their rows.
+        """
         gone = set(self.units[unit])
         rows = ([item for item in row if item not in gone] for row in self._packing.rows)
         left = _OpenStep(_Packing.of(rows, self._row_tokens), self._row_tokens)

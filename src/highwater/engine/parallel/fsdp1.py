@@ -109,8 +109,7 @@ def release_gradients(model: nn.Module) -> None:
     """Free the flat gradient vectors after the parameters' gradients, views of them, are gone.
 
     FSDP1 would keep them until the model's next forward pass, even when the cache is emptied and
-    while another model runs. The handle that holds them is private: read in torch 2.11 and
-    2.13.
+    while another model runs. Their handle is private: read in torch 2.11 and 2.13.
     """
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         loose: Any = unit

@@ -32,9 +32,10 @@ LAYERS_BEHIND = 1
 
 @contextmanager
 def adding_up(model: nn.Module) -> Generator[None]:
-    """Context manager: a backward pass in the block adds to the gradients of the model's shards.
+    """Context manager for a micro-batch's backward pass: add its gradients to the earlier ones.
 
-    The gradients may be on the GPU or in host memory; without offload this changes nothing.
+    With offload, FSDP1 alone would overwrite those, and FSDP2 would make the GPU wait for copies.
+    Without offload this changes nothing: PyTorch adds gradients up.
     """
     sums = getattr(model, _NAME, None)
     if isinstance(sums, HostGradients):

@@ -371,7 +371,7 @@ def known(name: str, quantities: Mapping[str, Quantity]) -> Quantity:
 
 
 def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum of every rank's row, on the host."""
+    """Sum the ranks' rows element by element; return the sum, of equal shape, on the host."""
     if mesh.size() == 1:
         return row
     return process_mesh.total(row.to(mesh.device_type), mesh).cpu()

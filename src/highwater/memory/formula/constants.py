@@ -131,7 +131,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         return 0 if self.rollout is None else self.rollout.lacks_bytes
 
     def with_libraries(self, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
-        """The footprint with a machine's own figures for what libraries take."""
+        """Return the footprint with these bytes outside the allocator and in cuBLAS workspaces."""
 
         def measured(term: Term) -> Term:
             return Term(term.name, workspaces_bytes) if term.name == WORKSPACES else term
@@ -215,7 +215,7 @@ native, the middle of what was seen. How far it may be off is in the interval (c
 
 
 class MachineConstants(Record, frozen=True, kw_only=True):
-    """Memory that libraries took on a user's own GPUs; dicts have it by number of GPUs."""
+    """Bytes that libraries took on a user's own GPUs; the dicts' keys are numbers of GPUs."""
 
     device_name: str
     versions: dict[str, str]
@@ -226,7 +226,7 @@ class MachineConstants(Record, frozen=True, kw_only=True):
 
 
 def machine_constants(read: Sequence[Constants]) -> MachineConstants:
-    """Make a user's constants of readings that were taken on one GPU and on several."""
+    """Make a machine's constants from readings on one GPU and on several, fewest GPUs first."""
     several = [each for each in read if each.gpus > 1]
     kept = {reading.name: reading.allocator_bytes for reading in read[0].readings}
     return MachineConstants(

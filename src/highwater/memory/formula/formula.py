@@ -95,9 +95,7 @@ Formula = Callable[[Step], Footprint]
 
 
 def upper_footprint(step: Step) -> Footprint:
-    """Memory that a step of our engine takes, as an upper estimate, for dry runs: it differs from
-    ``likely_footprint`` in ``filled_share`` alone.
-    """
+    """Upper estimate of a step's memory: ``likely_footprint`` with another ``filled_share``."""
     states = _states(step)
     phases = _phases(step, states)
     is_gpu = step.device == "cuda"

@@ -223,7 +223,7 @@ class Layer:
 
     @property
     def learned(self) -> LayerMoments | None:
-        """What traces taught of such a layer's memory; None if its family has closed forms."""
+        """Memory of such a layer, learned from traces; None if its family has closed forms."""
         if self._family is None:
             return None
         found = self._family.layer(
@@ -368,7 +368,9 @@ above; the gradients of the copies, and of gate and up, which are one weight."""
 
 
 def kept_bytes_before(step: Step) -> tuple[int, ...]:
-    """Bytes per token that the first n layers keep until their backward pass, for n from 0."""
+    """Return, for n from 0 to the number of layers, the bytes per token of a GPU's micro-batch that
+    the first n layers together keep until their backward pass.
+    """
     runs = step.shape.runs
     of_kind = {kind: kept_bytes(step.layer(kind)) for kind in {run.kind for run in runs}}
     layers = (of_kind[run.kind] for run in runs for _ in range(run.count))

@@ -27,7 +27,7 @@ MomentBytes = Mapping[str, int]
 
 
 class LayerMoments(Record, frozen=True, kw_only=True):
-    """Memory of one kind of layer, as it was learned from traces."""
+    """Bytes that one kind of layer keeps and holds in its backward pass, learned from traces."""
 
     kept: MomentBytes
     """Memory that a layer keeps until its backward pass."""
@@ -38,7 +38,9 @@ class LayerMoments(Record, frozen=True, kw_only=True):
 
 
 class FamilyMoments(Record, frozen=True, kw_only=True):
-    """Memory of all kinds of layers of one family, as it was learned from traces."""
+    """Bytes that layers of a model family hold at the points of the backward pass that may be the
+    peak (moments), learned from traces of small models.
+    """
 
     has_tiles: bool
     """True if MLPs that every token goes through are computed in tiles if layers are recomputed."""
@@ -80,7 +82,7 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
 
 @cache
 def families() -> Mapping[str, FamilyMoments]:
-    """What traces taught of each family's layers, by model type."""
+    """Memory of each family's layers, by model type, as ``moments.json`` has it from traces."""
     return from_json(FILE.read_bytes(), dict[str, FamilyMoments])
 
 
@@ -130,7 +132,7 @@ def form_name(family: str, kind: LayerKind) -> str:
 
 
 def bytes_of(moment: MomentBytes, products: Mapping[str, int]) -> int:
-    """Bytes of a learned amount of memory, counting only the terms in ``products``."""
+    """Bytes of a moment: the sum of its terms, by sizes in ``products``; missing ones count 0."""
     return sum(count * products[name] for name, count in moment.items() if name in products)
 
 
@@ -219,7 +221,7 @@ def columns(kind: LayerKind) -> Mapping[str, int]:
 
 
 def bytes_of_sums(moment: MomentBytes, kind: LayerKind, *, tokens: int) -> int:
-    """Bytes of scratch memory that the sums over tokens of a learned amount take."""
+    """Bytes of scratch memory that a moment's sums over ``tokens`` tokens take."""
     return sum(
         column_sums(tokens, size, resident_threads=RESIDENT_THREADS).partial_bytes
         for name, size in columns(kind).items()

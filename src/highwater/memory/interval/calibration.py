@@ -69,7 +69,7 @@ class Interval(Record, frozen=True, kw_only=True):
 
 
 class Calibration(Record, frozen=True, kw_only=True):
-    """The recorded trials that an interval rests on, and what of the question none had."""
+    """Recorded trials that intervals are learned from, and traits of the question that none has."""
 
     coverage: float
     factors: tuple[Factors, ...]

@@ -82,12 +82,12 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def factor(self) -> float:
-        """Measured bytes over predicted ones; if only an edge is known, the most they can be."""
+        """Measured bytes over predicted ones; the most it can be if only two bounds are known."""
         return self.measured_bytes / self.predicted_bytes
 
     @property
     def least_factor(self) -> float:
-        """Measured bytes over predicted ones; if only an edge is known, the least they can be."""
+        """Measured bytes over predicted ones; the least it can be if only two bounds are known."""
         if self.at_least_bytes is None:
             return self.factor
         return self.at_least_bytes / self.predicted_bytes
@@ -127,7 +127,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
 
 
 def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Words of ``unlike`` that apply to this cell, or to none of ``cells`` in particular."""
+    """Return the words of ``unlike`` that name this cell's traits, or no trait of any cell."""
     words = [
         {each.words for each in traits_of(one.settings, one.layout) if each.value is not False}
         for one in (cell, *cells)
@@ -137,7 +137,7 @@ def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tup
 
 
 def bundled_residuals() -> tuple[Residual, ...]:
-    """Comparisons of recorded trials with predictions that come with the package."""
+    """Comparisons of recorded trials with their predictions; the package has them in a file."""
     text = (files("highwater.memory.interval") / "residuals.json").read_bytes()
     return from_json(text, tuple[Residual, ...])
 
@@ -269,7 +269,7 @@ def residual(
 
 
 def residual_of(spec: TrialSpec, **told: Any) -> Residual:
-    """The comparison of a trial with its prediction; ``told``: its measured fields."""
+    """Compare a trial with its prediction; ``told``: bytes of both, the method, the GPU's name."""
     traits: dict[str, Any] = {
         each.field: each.value for each in traits_of(spec.settings, spec.layout)
     }

@@ -110,7 +110,7 @@ class Attribution:
         self._is_optimizers = cache(self._is_an_optimizers)
 
     def category(self, allocation: Allocation) -> Category:
-        """What an allocation is for: by its stack, else phase; in a backward pass by its end."""
+        """What an allocation is for, by its stack or phase; in a backward pass by when it ends."""
         stack, phase = allocation.stack, allocation.phase.partition(" ")[0]
         found = self._of_stack(stack) or _BY_PHASE.get(phase, "unattributed")
         if found == "backward_pass" and self._outlives_its_pass(allocation):
@@ -193,14 +193,14 @@ class Attribution:
 
 
 class LineRules:
-    """Patterns that say what a line of code allocates; each path is searched once."""
+    """Rules that tell from a stack frame's file and function what its allocation is for."""
 
     def __init__(self) -> None:
         self._of_file = cache(self._rules_of_file)
         self._has_name = cache(lambda rule, name: _NAMES[rule].search(name) is not None)
 
     def category(self, frame: Frame) -> Category | None:
-        """What a line of code allocates, by the rules; None if no rule knows the line."""
+        """Category of what a line of code allocates; None if no rule matches the line."""
         rules = self._of_file(frame.file)
         found = next((rule for rule in rules if self._has_name(rule, frame.name)), None)
         return None if found is None else _RULES[found].category

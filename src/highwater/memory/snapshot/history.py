@@ -63,7 +63,9 @@ class History:
 
 
 def history_of(snapshot: Snapshot) -> History:
-    """Replay a snapshot's events. Raises SnapshotError for sizes that no GPU has."""
+    """Follow a snapshot's allocator events: return every allocation, and what was live at the peak
+    or at the request that failed. Raises SnapshotError if more bytes were live than any GPU has.
+    """
     allocations = tuple(_allocations(snapshot))
     changes = [0] * (len(snapshot.events) + 2)
     for each in allocations:

@@ -34,8 +34,7 @@ class PlainPickleError(ValueError):
 
 def read_plain_pickle(data: bytes) -> Any:
     """Read the value in a pickle: dicts with texts as keys, lists, tuples, texts, numbers, None.
-    Shared and recursive values keep their structure. Raises PlainPickleError for a pickle with
-    anything else.
+    Shared and recursive values keep their structure. Raises PlainPickleError for other pickles.
     """
     try:
         with _without_collection():

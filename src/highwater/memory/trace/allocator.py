@@ -169,7 +169,7 @@ class CachingAllocator:
         self.put(block)
 
     def put(self, block: MemoryBlock) -> None:
-        """Return a block of ``take`` to the cache."""
+        """Return to the cache a block that ``take`` allocated."""
         self.allocated_bytes -= block.size
         block.is_allocated = False
         before, after = block.before, block.after

@@ -267,7 +267,7 @@ def replay_trace(
 
 
 def ran_out(least_bytes: int) -> Replayed:
-    """The result for a trace that needs ``least_bytes``, more than there are: no replay."""
+    """Result for a trace that needs ``least_bytes``, more than the GPU has; nothing is replayed."""
     return Replayed(
         fits=False,
         phase="",
