@@ -15,8 +15,8 @@ GIB = 1024**3
 
 _DECIMAL_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 """Bytes of a decimal unit by its first letter; ``80G`` may mean one, too."""
-_BYTE_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024**4}
-_BYTE_UNITS |= {f"{letter}b": size for letter, size in _DECIMAL_UNITS.items()}
+_BINARY_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024**4}
+_BYTE_UNITS = _BINARY_UNITS | {f"{each}b": size for each, size in _DECIMAL_UNITS.items()}
 _TOKEN_UNITS = {"": 1, "k": KIB, "m": MIB}
 _SECOND_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 MOST_BYTES = 1 << 60
