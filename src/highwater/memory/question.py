@@ -113,8 +113,10 @@ def _requests(
     refused = refused_settings(trainer, settings)
     if refused:
         flag = f"`--{refused[0].replace('_', '-')}`"
-        title = trainer_title(trainer)
+        title, always = trainer_title(trainer), MEMORY[trainer].fixed_fields({})
         hint = f"leave {flag} out"
+        if refused[0] == "objective" and "objective" in always:
+            hint = f"use `--objective {always['objective']}`, with which it is"
         if refused[0] == "liger" and not refused_settings(trainer, {"loss": "chunked"}):
             hint += " and use `--loss chunked`, as Liger's fused loss is"
         if refused[0] == "deepspeed":
