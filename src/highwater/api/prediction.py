@@ -200,7 +200,7 @@ def _failed(
         hint = "add the length of that step, for example `--length 32k`"
         raise UsageError("an allocation that failed, and no length", hint=hint)
     each = sorted(question.cells, key=simplicity)
-    steps = (Step(question.model.shape, c.settings, c.layout, length_tokens) for c in each)
+    steps = [Step(question.model.shape, c.settings, c.layout, length_tokens) for c in each]
     return failed_allocation(parse_memory(str(tried)), steps)
 
 

@@ -3,7 +3,8 @@ an allocation that failed (``FailedAllocation``), with the tensors that it may h
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import product
 from typing import Any, Literal
 
 import msgspec
@@ -151,8 +152,10 @@ _ROUNDED_BYTES = 2 * MIB
 """PyTorch rounds allocations of 10 MiB or more up to a multiple: its ``kRoundLarge``."""
 
 
-def failed_allocation(asked_bytes: int, steps: Iterable[Step]) -> FailedAllocation:
-    """Return these steps' tensors of ``asked_bytes`` bytes, else the two nearest in size."""
+def failed_allocation(asked_bytes: int, steps: Sequence[Step]) -> FailedAllocation:
+    """Return these steps' tensors of ``asked_bytes`` bytes, else the logits of a larger batch that
+    has them (of 2 to 64 sequences, the fewest), else the two tensors nearest in size.
+    """
 
     def distance(tensor: Tensor) -> int:
         rounded = -(-tensor.bytes // _ROUNDED_BYTES) * _ROUNDED_BYTES
@@ -161,6 +164,13 @@ def failed_allocation(asked_bytes: int, steps: Iterable[Step]) -> FailedAllocati
     tensors = dict.fromkeys(each for step in steps for each in _tensors(step))
     printed = 0.0051 * (GIB if asked_bytes >= GIB else MIB)  # two digits
     found = [each for each in tensors if distance(each) <= printed]
+    one = (steps[0].length_tokens, steps[0].shape.vocab_size)
+    many = (
+        Tensor(f"{each.name} of {rows} sequences", each.shrunk_by, (rows, *each.sizes))
+        for rows, each in product(range(2, 65), tensors)
+        if each.sizes[:2] == one
+    )
+    found = found or [each for each in many if distance(each) <= printed][:1]
     shown = found or sorted(tensors, key=distance)[:2]
     return FailedAllocation(bytes=asked_bytes, is_known=bool(found), tensors=tuple(shown))
 

@@ -61,6 +61,7 @@ def _first(kind: AlternativeKind, changes: Iterable[_Change]) -> Alternative | N
             found, gpus = first_fit(goal), goal.where.gpus
             if found is not None and found.fits:
                 do = f"{'are the fewest that ' * (goal.where.machines == 1)}do safely{tight}"
+                do += " with host memory" * found.cell.settings.uses_host
                 return Alternative(
                     kind=kind,
                     what=what,
