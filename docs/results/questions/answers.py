@@ -171,9 +171,10 @@ def _page(document: dict[str, list[Answer]]) -> Iterator[str]:
         "and two not; of a fifth ten, at `a2fe5513`, two were right, five mostly and three "
         "half; of a sixth ten, at `dfa7335a`, three were right, five mostly, one half and one "
         "not.** A question that nobody foresaw is answered in the first line of the first "
-        "command by none to three of ten, and somewhere in an answer by about half. "
+        "command by none to seven of ten, and somewhere in an answer by about half. "
         "Of a seventh ten, each of which asks two or three things, none was right and five mostly; "
-        "of an eighth ten, at `562eac0c`, three were right, two mostly, four half and one not."
+        "of an eighth ten, at `562eac0c`, three were right, two mostly, four half and one not; "
+        "of a ninth ten, at `5c57c586`, seven were right, two mostly and one half."
     )
     yield ""
     summary = runpy.run_path(str(HERE / "agreement.py"))["summary"]
