@@ -11,6 +11,7 @@ import yaml
 import highwater
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.memory.question import KEPT_REFERENCE
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
 from highwater.pages.prediction_tables import prediction_answer, recommendation_answer
@@ -225,17 +226,41 @@ DPO: dict[str, Any] = {"max_length": 8192, "per_device_train_batch_size": 2}
 DPO |= {"gradient_checkpointing": True, "precompute_ref_log_probs": False}
 
 
-def test_a_row_of_pairs_is_two_sequences_and_a_reference_that_stays_is_told(tmp_path: Path):
+def test_a_row_of_pairs_is_two_sequences(tmp_path: Path):
     found = predicted(tmp_path, "trl", DPO, objective="dpo")
     assert settings(found).sequences_per_micro_batch == 4
     assert settings(predicted(tmp_path, "trl", DPO)).sequences_per_micro_batch == 2
-    assert any("`precompute_ref_log_probs: False`" in note for note in found.notes)
-    first = DPO | {"precompute_ref_log_probs": True}
-    notes = predicted(tmp_path, "trl", first, objective="dpo").notes
-    assert not any("precompute_ref_log_probs" in note for note in notes)
     before, after = (Settings(objective="dpo", sequences_per_micro_batch=n) for n in (4, 2))
     written = {"`per_device_train_batch_size: 1`": {"sequences_per_micro_batch": 2}}
     assert changes("trl", before, after) == written
+
+
+def answers(path: Path, config: dict[str, Any], gpus: int, **told: Any) -> tuple[str, str]:
+    """Answers of ``predict`` and of ``recommend`` on a file of TRL."""
+    path.write_text(yaml.safe_dump(config))
+    place: dict[str, Any] = {"gpus": f"{gpus}xA100-80GB", "trainer": "trl", **told}
+    read, own = settings_of("trl", path, gpus=gpus, typed=told), {"trainer_config": str(path)}
+    kept = read.kept | {"sequences_per_micro_batch": 2}
+    far = [highwater.predict("Llama-3.1-8B", max_length="1m", **e, **place) for e in (own, kept)]
+    found = highwater.predict("Llama-3.1-8B", **own, **place)
+    assert not read.required or KEPT_REFERENCE in found.notes
+    said = prediction_answer(found, read=read, longest=far[0], farthest=far[1])
+    recommended = highwater.recommend("Llama-3.1-8B", length=None, **own, **place)
+    return said, recommendation_answer(recommended)
+
+
+@pytest.mark.parametrize(("config", "gpus", "told", "words"), table("user_file", "references"))
+def test_a_reference_that_a_file_keeps_is_not_predicted_as_it_is_written(
+    tmp_path: Path, config: dict[str, Any], gpus: int, told: dict[str, Any], words: list[str]
+):
+    """TRL's default keeps it: a file without a word of it has the answer of one that says false."""
+    path, config = tmp_path / "own.yaml", table("user_file", "dpo") | config
+    said = answers(path, config, gpus, **told)
+    assert said == answers(path, {"precompute_ref_log_probs": False} | config, gpus, **told)
+    assert all(each in "\n".join(said) for each in words)
+    first = said[0].splitlines()[0]
+    assert ("as written" in first, len(first.split()) <= 30) == (True, True)
+    assert said[1].startswith("Yes") == ("; as written" in first)
 
 
 def test_what_a_file_does_not_shard_or_offload_is_not_taken_as_if_it_did(tmp_path: Path):

@@ -50,6 +50,8 @@ from highwater.units import format_bytes, parse_memory
 
 ZERO_NOTE = "ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets"
 """Note of a prediction with ZeRO-3 for a trainer whose formula has FSDP2 alone."""
+KEPT_REFERENCE = "as written the file keeps a reference model on the GPU, which is not predicted"
+"""Note of a prediction for a user's file whose reference does not run before training."""
 
 HEADS_SHARE = "heads share a sequence among "
 """Beginning of a note that Ulysses cannot have all GPUs share one."""
@@ -119,6 +121,8 @@ def _requests(
             hint = f"use `--objective {always['objective']}`, with which it is"
         if refused[0] == "liger" and not refused_settings(trainer, {"loss": "chunked"}):
             hint += " and use `--loss chunked`, as Liger's fused loss is"
+        if refused[0] == "prompt_tokens":
+            hint += ": lengths are of prompt and completion together"
         if refused[0] == "deepspeed":
             hint += ": states are sharded among GPUs as ZeRO-3 shards them, without a flag"
         objective = TRAITS.get(settings.get("objective", "sft"))

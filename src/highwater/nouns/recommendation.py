@@ -118,8 +118,8 @@ class FileChange(Record, frozen=True, kw_only=True):
 
     words: str
     """In the trainer's own keys, for example ``micro_batch_size: 1``, between backticks."""
-    frees_bytes: int
-    """Bytes of a GPU's peak that it frees, made alone."""
+    frees_bytes: int | None
+    """Bytes of a GPU's peak that it frees, made alone; None: without it nothing is predicted."""
 
 
 class Recommendation(Record, frozen=True, kw_only=True):
@@ -159,7 +159,7 @@ class Recommendation(Record, frozen=True, kw_only=True):
     as_written: Candidate | None = None
     """What that file says, where it does not fit in any environment; None: it does, or nothing."""
     changes: tuple[FileChange, ...] = ()
-    """Changes that make the chosen of it, no more than it takes, by what each frees."""
+    """The fewest changes that make the chosen of it, by what each frees; last the required ones."""
     yarn: Yarn | None
     """None: the length needs no scaling of the positions."""
     assumed: str = ""

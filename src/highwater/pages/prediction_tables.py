@@ -13,7 +13,7 @@ from highwater.memory.formula.constants import GENERATION, Term
 from highwater.memory.formula.rollout import ON_PAPER
 from highwater.memory.interval.calibration import least_residuals
 from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
-from highwater.memory.question import HEADS_SHARE
+from highwater.memory.question import HEADS_SHARE, KEPT_REFERENCE
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, UNTIMED, by_replay
@@ -98,7 +98,7 @@ def prediction_answer(
     else:
         text = _answered(prediction, answer, source + in_bf16, how_many)
     text += _of_small_batches(prediction)
-    text += "".join(f" N{each[1:]}." for each in prediction.notes if each.startswith(UNTIMED))
+    text += "".join(f" {each}." for each in _said(prediction.notes))
     text += "" if prediction.memory_limit.rollout is None else f" {ON_PAPER}"
     text += _of_objective(prediction.explained.cell, prediction.trainer)
     if prediction.explained.footprint.peak.name == GENERATION:
@@ -129,7 +129,8 @@ def _of_file(
     elif prediction.answer is not None:
         fits, left = "fits", f"{shown.risk}, {format_bytes(max(0, left_bytes))} left"
     tokens = max(asked * (fits == "fits"), within.reach_tokens if within else 0)
-    far = f"as written {format_tokens(tokens)} train" if tokens else "as written none"
+    so = "so" if read.required else "as written"
+    far = f"{so} {format_tokens(tokens)} train" if tokens else f"{so} none"
     second = f"No setting in it that saves memory {'trains longer' if tokens else 'changes that'}."
     made = read.changes_to(best.cell, best.reach_tokens) if best else ()
     if best is not None and made and best.reach_tokens > tokens:
@@ -139,6 +140,7 @@ def _of_file(
         second = f"The longest, {_tokens(best.reach_tokens, native_tokens)}, takes {what}: "
         second += f"{', '.join(filter(None, told))}."
     which = f"{plain(read.source)} at {format_tokens(asked)} tokens {fits} {_gpus(prediction)}"
+    source += f", not as written but with {listed(read.required)}" * bool(read.required)
     lines = f"P{source[1:]}: {which}, {left}; {far}.\n{second}"
     chosen, is_scaled = prediction.answer or (changed and changed.chosen), asked > native_tokens
     if chosen is None:
@@ -146,9 +148,10 @@ def _of_file(
         return f"{lines}\n{would or _lacking(prediction)}"
     how, *told = _facts_of(chosen, *usual, is_scaled=is_scaled)
     words = f"As written, with {how}"
-    if fits != "fits":
-        made = f"change to {listed(read.changes_to(chosen.cell, asked)) or 'nothing'}"
-        made = _changed(changed.changes) if changed and changed.changes else made
+    if fits != "fits" or read.required:
+        fewest = changed.changes if changed and fits != "fits" else ()
+        made = listed(read.changes_to(chosen.cell, asked)) or "nothing"
+        made = _changed(fewest) if fewest else f"change to {made}"
         words = f"For {format_tokens(asked)} tokens {made}"
     return f"{lines}\n{words}: {'; '.join(filter(None, told))}."
 
@@ -244,6 +247,12 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
     return f"{text} The longest is {reach} tokens with {how}: {what}.{_beside(prediction, answer)}"
 
 
+def _said(notes: Sequence[str]) -> list[str]:
+    """Those of the notes that an answer says too, as sentences: what nobody predicts."""
+    unpredicted = (UNTIMED, KEPT_REFERENCE)
+    return [f"{each[0].upper()}{each[1:]}" for each in notes if each.startswith(unpredicted)]
+
+
 def _bill(time_s: float, gpus: int, dollars: float | None) -> str:
     """Text of a time, the hours of all GPUs in it, and their price, if that is known."""
     hours = gpus * time_s / 3600
@@ -326,7 +335,7 @@ def _of_objective(cell: Cell, trainer: AnyTrainer) -> str:
     known = predicted_traits(trainer)
     if traits.documents_together == 2:
         words = known.reference_first if known and cell.settings.has_second_model else ""
-        first = f" The reference runs before training (`{words}`)." if words else ""
+        first = f" The reference is taken to run before training (`{words}`)." if words else ""
         return f" Lengths are of one sequence of a pair.{first}"
     most = 1 if known is None else known.usual_sequences
     if most == 1 or traits.advantages == "none":
@@ -363,15 +372,15 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
         return f"{text} {ON_PAPER}" if is_beside else text
     outside = "" if target is None else chosen.cell.settings.traits.outside_step
     return (
-        f"{_chosen(found, chosen, 'Not', target)}"
+        f"{_chosen(found, chosen, target)}"
         f"{_of_objective(chosen.cell, found.trainer)}{outside and f' {outside}'}"
         f"{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
     )
 
 
-def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | None = None) -> str:
-    """Sentences on the settings chosen for a length; before them, after ``no``, what a user's own
-    file lacks, and the changes to it, the change that frees the most first.
+def _chosen(found: Recommendation, chosen: Candidate, target: str | None = None) -> str:
+    """Sentences on the settings chosen for a length; before them what a user's own file lacks, and
+    the changes to it, the change that frees the most first.
     """
     claim, written = f"{_SURE[chosen.risk]}: ", found.as_written
     if written is not None:
@@ -379,8 +388,10 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
         lacks = f"{format_bytes(abs(left))} {'short' if left < 0 else 'left'}"
         if written.lacks_of == "host":
             lacks = f"{format_bytes(written.lacks_bytes or 0)} of host memory short"
-        claim = f"{no}{surely} as {plain(found.own_file or '')} is written, {lacks}: "
-    if written is not None and found.changes:
+        claim = f"Not{surely} as {plain(found.own_file or '')} is written, {lacks}: "
+    if any(each.frees_bytes is None for each in found.changes):
+        claim = f"Not predicted as {plain(found.own_file or '')} is written: "
+    if found.changes:
         claim += f"{_changed(found.changes)}{' ' if len(found.changes) > 1 else ', and '}"
     source = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
     source += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
@@ -396,9 +407,10 @@ def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | Non
 
 def _changed(changes: Sequence[FileChange]) -> str:
     """Text of the changes to a user's file, the one that frees the most first."""
-    (change, *others), frees = changes, format_bytes(changes[0].frees_bytes)
+    (change, *others), freed_bytes = changes, changes[0].frees_bytes
+    frees = "" if freed_bytes is None else f" (frees {format_bytes(freed_bytes)})"
     more = f"; with {listed([each.words for each in others])} as well" if others else ""
-    return f"change to {change.words}{' first' * bool(others)} (frees {frees}){more}"
+    return f"change to {change.words}{' first' * bool(others)}{frees}{more}"
 
 
 def _tokens(length_tokens: int, native_tokens: int, rollout: Rollout | None = None) -> str:
@@ -951,7 +963,7 @@ def data_answer(found: "DataLengths") -> str:
         bill = _bill(meant.epoch_s, meant.trained.cell.layout.gpus, meant.epoch_price)
         passed = f"One pass at {format_tokens(meant.length_tokens)} takes about"
         lines.append(f"{passed} {bill}, predicted")
-    lines += [f"N{each[1:]}" for each in found.notes if each.startswith(UNTIMED)]
+    lines += _said(found.notes)
     if meant.trained and (outside := meant.trained.cell.settings.traits.outside_step):
         lines.append(outside.removesuffix("."))
     if (each := found.bytes_per_token) is not None:

@@ -119,6 +119,8 @@ def recommend(
     if own_file is None or read is None:
         return found
     found = _with_fewest_changes(found, goal, own_file, read.settings)
+    required = (FileChange(words=e, frees_bytes=None) for e in read.required if found.chosen)
+    found = found.replace(changes=(*found.changes, *required))
     others, own = list(found.alternatives), read.settings.items()
     for place, each in enumerate(others):
         if each.cell and any(getattr(each.cell.settings, n, v) != v for n, v in own):

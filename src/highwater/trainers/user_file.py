@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
-from highwater.memory.question import UNMEASURED, ZERO_NOTE
+from highwater.memory.question import KEPT_REFERENCE, UNMEASURED, ZERO_NOTE
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import Record, packaged
 from highwater.nouns.environment import ENV_IN_WORDS
@@ -106,6 +106,8 @@ class FileSettings(NamedTuple):
     source: str
     held_tokens: int | None
     """Longest sequence that the file's token budget holds, as it is shared in it; None: unknown."""
+    required: tuple[str, ...] = ()
+    """Changes without which the file trains by a step that is not predicted."""
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class FileSettings(NamedTuple):
         if not words:
             taken = {n: own[n] for n in (*SAVING, "sequences_per_micro_batch") if n in own}
             before = settings.replace(**taken, allocator="native")
-            return tuple(changes(self.trainer, before, settings))
+            return (*self.required, *changes(self.trainer, before, settings))
         budget_tokens = -(-settings.sequences_per_micro_batch * length_tokens // degree)
         told = dict(zip(_CHOSEN, ([degree], budget_tokens, settings.offloads_model), strict=True))
         named = {n: told[w] for n, w in words.items() if w in told and told[w] != own.get(w)}
@@ -152,7 +154,7 @@ def settings_of(
     for name, value in _ALL.eager.items():
         if config.get(name) == value:
             raise _unknown(source, name, value)
-    notes: list[str] = []
+    notes, required = list[str](), tuple[str, ...]()
     is_known = not TRAINERS[trainer].refused(["deepspeed"])
     found = {} if words.words else _sharing(config, launcher, path, gpus)
     if not is_known and found.get("deepspeed") == "zero3":
@@ -162,14 +164,14 @@ def settings_of(
         if "copies" in found and "copies" not in typed:
             notes.append(f"{source} shards nothing; FSDP from elsewhere is `--copies 1`")
         found = _training(words, config, source, typed, notes) | found
-        if typed.get("objective") in [name for name, traits in TRAITS.items() if traits.pairs]:
-            found["sequences_per_micro_batch"] *= 2  # a row is a pair
-        first, _, value = TRAINERS[trainer].reference_first.partition(": ")
-        if first in config and str(config[first]).lower() != value:
-            notes.append(
-                f"{source} has `{first}: {config[first]}`: predicted is `{value}`, and "
-                "a reference that stays takes more"
-            )
+        traits = TRAITS.get(typed.get("objective", "sft"), TRAITS["sft"])
+        found["sequences_per_micro_batch"] *= traits.documents_together  # a row may be a pair
+        first, _, value = (own := TRAINERS[trainer].reference_first).partition(": ")
+        # with adapters the frozen model is the reference
+        has_second = traits.reference == "margin" and {**found, **typed}.get("lora") is None
+        if has_second and own and str(config.get(first)).lower() != value:
+            notes.append(KEPT_REFERENCE)
+            required = (f"`{own}`",)
         if "paged" in found and not (is_known and (gpus == 1 or "copies" in found)):
             notes.append("paged moments are taken as on the GPU, which takes more")
             del found["paged"]
@@ -203,7 +205,7 @@ def settings_of(
     if held is not None and held < ((length_tokens if length is None else length) or 0):
         del settings["token_budget"]
         notes.append(f"the token budget of {source} holds {held:,} tokens, and is left out")
-    return FileSettings(settings, length_tokens, tuple(notes), trainer, source, held)
+    return FileSettings(settings, length_tokens, tuple(notes), trainer, source, held, required)
 
 
 _AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
