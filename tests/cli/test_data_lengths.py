@@ -33,6 +33,29 @@ def kept(length: int) -> int:
     return sum(min(each, length) for each in LENGTHS)
 
 
+@pytest.mark.parametrize("row", ['{{"id": "a b", "num_tokens": {}}}', "{}"])
+def test_a_count_a_line_is_taken_as_it_is(data, tmp_path, row):
+    path = tmp_path / "counts.txt"
+    path.write_text("".join(f"{row.format(each)}\n\n" for each in LENGTHS))
+    found = highwater.data_lengths(str(path))
+    assert (found.tokenizer, found.bytes_per_token, found.tokens) == ("rows", None, TOKENS)
+    assert found.lengths == highwater.data_lengths(data).lengths
+    path.write_text(f'{path.read_text()}{{"text": "c", "num_tokens": 2}}\n')
+    with pytest.raises(HighwaterError, match=r"counts\.txt:201 lacks a count of tokens"):
+        highwater.data_lengths(str(path))
+    path.write_text("12\n")
+    assert highwater.data_lengths(str(path)).tokenizer == "bytes"
+
+
+def test_ids_need_no_tokenizer_to_be_counted(run, tmp_path):
+    path = tmp_path / "ids.jsonl"
+    path.write_text("".join(f'{{"input_ids": {[150_000] * each}}}\n' for each in (8_000, 300)))
+    first = run("highwater", "data", str(path)).stdout.splitlines()[0]
+    assert first.endswith(": 8,192 tokens hold 99 % of 2 documents whole (longest: 8,000).")
+    first = run("highwater", "predict", "Qwen3-8B", *ON, "--data", str(path)).stdout.splitlines()[0]
+    assert first.endswith(" tokens (25.6 x native 40,960): none is cut.")
+
+
 def test_each_length_keeps_what_its_definition_says_and_the_last_one_everything(data):
     found = highwater.data_lengths(data)
     assert (found.documents, found.tokens, found.longest_tokens) == (100, TOKENS, 70_001)
@@ -127,7 +150,7 @@ def test_predict_says_what_a_longer_step_and_a_pass_take_and_what_to_type_next(h
     first, *_ = done.stdout.splitlines()
     reach = highwater_api.predict("Qwen3-8B", gpus="8xH100-80GB").explained.capacity_tokens
     times = "(25.6 x native 40,960)"
-    assert first.endswith(f"; 8 x H100-80GB train Qwen3-8B up to {reach:,} tokens {times}.")
+    assert first.endswith(f" H100-80GB train Qwen3-8B up to {reach:,} tokens {times}: none is cut.")
     assert " times as long" in done.stdout
     assert re.search(r"takes about .*, [\d.]+ GPU-hours, [\d.]+ dollars, predicted", done.stdout)
     assert "recommend Qwen3-8B --gpus 8xH100-80GB --length 65536" in done.stderr.splitlines()[-1]

@@ -10,22 +10,30 @@ for each in found.lengths:
 ```
 """
 
+import fileinput
 import math
+import os
+import re
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from highwater.api.prediction import predict
+from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
 from highwater.memory.trainers import untimed
 from highwater.model.model import load_model
 from highwater.model.model_place import CONFIG
-from highwater.nouns.codec import Record
+from highwater.nouns.codec import Record, from_json
 from highwater.nouns.corpus import CorpusOrder, missing_files, whole_paths
 from highwater.nouns.hardware import LIST_PRICE_NOTE, hour_dollars_of
+from highwater.nouns.objective import TRAITS
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OURS, REGISTRY
 from highwater.nouns.trial import OnPhase, unheard
@@ -35,11 +43,12 @@ from highwater.units import MOST_TOKENS, parse_price, parse_share, parse_tokens
 
 _USUAL = 8192
 """Shortest length of the answer, in tokens; an eighth of it if all documents are shorter."""
-_BYTES, _EVERY_ID = 1 << 16, 1 << 31
-"""Sizes of vocabularies with every byte, and with every id, where no ``config.json`` has one."""
 _BYTES_PER_TOKEN = 4
 """Bytes of a token of English text, about, where there is no tokenizer to count. Source:
 https://help.openai.com/en/articles/4936856-what-are-tokens-and-how-to-count-them"""
+_COUNT = re.compile("((n|num|total)_)?tokens|token_count|((input|token|sequence)_)?length|seq_len")
+_TEXT = re.compile("text|messages|conversations|input_ids|prompt|instruction|question|query|input")
+"""Fields of which one may say how many tokens a record has, and those that are tokenised if any."""
 _ROUND = 256
 """``whole_tokens`` is a multiple of so many tokens."""
 
@@ -66,7 +75,7 @@ class DataLengths(Record, frozen=True, kw_only=True):
 
     data: tuple[str, ...]
     tokenizer: str
-    """Name of the tokenizer's class; ``bytes``: none is here, and tokens are estimated."""
+    """Name of its class; ``bytes``: none, tokens are estimated; ``rows``: data has counts, ids."""
     bytes_per_token: int | None = None
     """Bytes that are taken as one token; None: a tokenizer counted them."""
     model: str | None = None
@@ -110,21 +119,22 @@ def data_lengths(
     **asked: Any,
 ) -> DataLengths:
     """Measure the documents in files, in tokens of the tokenizer of ``model`` (a folder with only
-    that will do); estimated without one. With ``gpus`` and other keywords of ``predict``: also how
-    each length is trained, and the time of one pass. ``length``: one more length to report.
-    ``price``: of one GPU for an hour, ``2.5`` or ``"2.50/h"``, default: the catalog's. ``whole``:
-    share of the documents that ``whole_tokens`` holds whole, ``"98%"``, default: 99 %. Raises
-    HighwaterError for unreadable data, and for invalid settings.
+    that will do); estimated without one. Token ids, and counts of tokens, a number or a record a
+    line, need none. With ``gpus`` and other keywords of ``predict``: also how each length is
+    trained, and the time of one pass. ``length``: one more length to report. ``price``: of one GPU
+    for an hour, ``2.5`` or ``"2.50/h"``, default: the catalog's. ``whole``: share of the documents
+    that ``whole_tokens`` holds whole, ``"98%"``, default: 99 %. Raises HighwaterError for
+    unreadable data, and for invalid settings.
     """
     hour_price, whole_share = parse_price(price), parse_share(whole or 0.99)
     paths = (data,) if isinstance(data, str) else tuple(data)
     read_from = whole_paths(paths)
-    folder, vocab_size, native = None, _BYTES, 0
+    folder, vocab_size, native = None, 1 << 31, 0  # it has every id
     may_cost = model is not None and (asked.get("gpus") or asked.get("gpu_memory"))
     if model is not None:
         own = Path(model).absolute()
         if own.is_dir() and not missing_files(own).tokenizer:
-            folder, vocab_size = str(own), _EVERY_ID
+            folder = str(own)
         if folder is None or may_cost or (own / CONFIG).is_file():
             read = load_model(model)
             vocab_size, native = read.shape.vocab_size, read.shape.native_length_tokens
@@ -138,11 +148,14 @@ def data_lengths(
         vocab_size=vocab_size,
         lengths_alone=True,
     )
-    corpus = tokenised(order, on_phase=on_phase)
-    offsets = array("q")
-    offsets.frombytes(Path(corpus.directory, "offsets.bin").read_bytes())
-    documents = sorted(after - before for before, after in pairwise(offsets))
-    is_estimated = corpus.tokenizer == "bytes"
+    counts = _counts_in(read_from) if TRAITS[order.objective].is_of_plain_documents else []
+    documents, tokenizer, notes = sorted(counts), "rows", ()
+    if not documents:
+        corpus = tokenised(order, on_phase=on_phase)
+        offsets = array("q", Path(corpus.directory, "offsets.bin").read_bytes())
+        documents = sorted(after - before for before, after in pairwise(offsets))
+        tokenizer, notes = corpus.tokenizer, corpus.notes
+    is_estimated = tokenizer == "bytes"
     if is_estimated:
         documents = [-(-each // _BYTES_PER_TOKEN) for each in documents]
     lengths = [_USUAL if documents[-1] > _USUAL else _USUAL // 8]
@@ -152,7 +165,6 @@ def data_lengths(
     kept = tuple(map(keep, lengths))
     at = documents[math.ceil(round(whole_share * len(documents), 6)) - 1]
     whole_tokens, reach, trained_by = -(-at // _ROUND) * _ROUND, None, None
-    notes = corpus.notes
     cut = None if whole is None else whole_tokens
     cut = cut if length is None else parse_tokens(str(length))
     if model is not None and may_cost:
@@ -169,7 +181,7 @@ def data_lengths(
     is_listed = hour_price is None and any(each.epoch_price for each in kept)
     return DataLengths(
         data=paths,
-        tokenizer=corpus.tokenizer,
+        tokenizer=tokenizer,
         bytes_per_token=_BYTES_PER_TOKEN if is_estimated else None,
         model=model,
         documents=len(documents),
@@ -184,6 +196,35 @@ def data_lengths(
         trained_by=trained_by,
         notes=(*notes, LIST_PRICE_NOTE) if is_listed else notes,
     )
+
+
+def _counts_in(paths: Sequence[str]) -> list[int]:
+    """Tokens of each document, of files whose lines say how many; empty unless the first two do, as
+    a text may begin with a number. Raises UsageError for a later line that does not.
+    """
+    found: list[int] = []
+    if not all(Path(each).is_file() and os.access(each, os.R_OK) for each in paths):
+        return found
+    with fileinput.input(paths, encoding="utf-8-sig", errors="replace") as lines:
+        for line in filter(str.strip, lines):
+            if (tokens := _count_of(line)) is None:
+                if len(found) < 2:
+                    return []
+                where = f"{lines.filename()}:{lines.filelineno()}"
+                raise UsageError(f"{where} lacks a count of tokens", hint="write one: `14060`")
+            found.append(tokens)
+    return found if len(found) > 1 else []
+
+
+def _count_of(line: str) -> int | None:
+    """Tokens by a line: a number, or a record with one count and no text; None: it is neither."""
+    row: Any = None
+    with suppress(msgspec.DecodeError):
+        row = from_json(line, int | dict[str, Any])
+    told: dict[str, Any] = row if isinstance(row, dict) else {"tokens": row}
+    counts = [told[name] for name in told if _COUNT.fullmatch(name)]
+    is_text = len(counts) != 1 or type(counts[0]) is not int or any(map(_TEXT.fullmatch, told))
+    return counts[0] if not is_text and 0 < counts[0] <= MOST_TOKENS else None
 
 
 def _kept(

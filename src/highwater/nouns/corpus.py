@@ -107,7 +107,7 @@ class Corpus(Record, frozen=True, kw_only=True):
     empty: int = 0
     """Records without a token to train on, which are left out."""
     tokenizer: str = "bytes"
-    """Name of the tokenizer's class, or ``bytes``."""
+    """Name of the tokenizer's class, ``bytes``, or ``rows`` if all have their ids."""
     notes: tuple[str, ...] = ()
     """Notes for the user, in sentences."""
 

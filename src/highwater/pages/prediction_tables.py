@@ -925,16 +925,18 @@ def data_answer(found: "DataLengths") -> str:
     next, time and cost of a pass.
     """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
-    documents, held = counted(found.documents, "document"), format_tokens(found.whole_tokens)
-    about = "about " * (found.bytes_per_token is not None)
-    share = f"{100 * found.whole_share:.4g} %"
-    first, then = f"{name}: {about}{held} tokens hold {share} of {documents} whole", ""
+    documents = f"{found.documents:,} document{'s' * (found.documents > 1)}"
+    held = "about " * (found.bytes_per_token is not None) + format_tokens(found.whole_tokens)
+    first = f"{name}: {held} tokens hold {100 * found.whole_share:.4g} % of {documents} whole"
+    then = ""
     if found.trained_by is not None:
         reach = found.reach_tokens and _tokens(found.reach_tokens, found.native_length_tokens)
         then = f"; {plain(found.trained_by)} {f'up to {reach}' if reach else 'none'}"
     longest = f" (longest: {format_tokens(found.longest_tokens)})"
     longest *= len(f"{first}{longest}{then}".split()) <= _MOST_WORDS
-    lines = [f"{first}{longest}{then}"]
+    whole = ": none is cut" * ((found.reach_tokens or 0) >= found.longest_tokens)
+    whole *= found.cut is None and len(f"{first}{longest}{then}{whole}".split()) <= _MOST_WORDS
+    lines = [f"{first}{longest}{then}{whole}"]
     if found.cut is not None:
         longer, at = found.documents - found.cut.documents, format_tokens(found.cut.length_tokens)
         lines.append(
@@ -987,14 +989,13 @@ def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
     is_trained = any(each.trained for each in found.lengths)
     trained = shared_training(e.trained.cell.settings for e in found.lengths if e.trained)
     last = found.lengths.index(found.enough) + 2
-    is_short = is_trained and not is_whole
-    shown = found.lengths[max(0, last - 4) : last] if is_short else found.lengths
+    shown = found.lengths if is_whole or not is_trained else found.lengths[max(0, last - 4) : last]
     left = len(found.lengths) - len(shown)
     how = "counted" if found.bytes_per_token is None else "estimated from bytes"
     how = "predicted" if is_trained else how  # which of the two: by the answer's sentences
     return table_of(
-        f"{counted(found.documents, 'document')}, {found.tokens:,} tokens, the longest "
-        f"{found.longest_tokens:,}{trained and f', {trained}'}: {how}",
+        f"{found.documents:,} document{'s' * (found.documents > 1)}, {found.tokens:,} tokens, "
+        f"the longest {found.longest_tokens:,}{trained and f', {trained}'}: {how}",
         shown,
         ("up to", "length_tokens"),
         None if is_trained else ("", lambda each: _bar(own[each], max(own.values()))),

@@ -51,6 +51,8 @@ class TokenDocument(NamedTuple):
     """True if prompt and response were tokenised separately."""
     is_chat: bool = False
     """True if the text is from a chat template."""
+    is_given: bool = False
+    """True if the data has its ids, and no text."""
 
 
 class Unit(NamedTuple):
@@ -159,7 +161,7 @@ def supervised(rendering: Rendering, record: DataRecord, *, everything: bool) ->
         ids_L = rendering.ids(record, "input_ids")
         is_whole = record.value("labels") is None or everything
         trained_L = np.ones(len(ids_L), dtype=bool) if is_whole else record.labels(ids_L)
-        document = TokenDocument(ids_L, trained_L)
+        document = TokenDocument(ids_L, trained_L, is_given=True)
     elif name := record.first("messages", "conversations"):
         messages = with_system(record, messages_of(record, name))
         document = _conversation(rendering, record, messages, 0, everything)

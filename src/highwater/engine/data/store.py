@@ -68,8 +68,8 @@ class CorpusWriter:
         names = ("documents", "units", "tokens", "trained_tokens", "longest_tokens")
         self.counts = dict.fromkeys(names, 0)
         """Counts so far, under the names that ``Corpus`` has for them."""
-        self.apart = self.chats = 0
-        """Numbers of documents with a separately tokenised prompt, and from a chat template."""
+        self.apart = self.chats = self.given = 0
+        """Numbers of documents with a prompt tokenised apart, from a chat template, and of ids."""
 
     def __enter__(self) -> Self:
         with disk_errors(self._directory):
@@ -130,6 +130,7 @@ class CorpusWriter:
             self._append(name, value)
         self.apart += document.is_apart
         self.chats += document.is_chat
+        self.given += document.is_given
         self.counts["documents"] += 1
         self.counts["tokens"] += count
         self.counts["trained_tokens"] += int(np.count_nonzero(document.trained_L[1:]))

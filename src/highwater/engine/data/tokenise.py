@@ -128,7 +128,7 @@ def corpus_digest(order: CorpusOrder, files: Sequence[DataFile], reward: Any | N
     choices = (
         *(order.objective, order.length_tokens, order.vocab_size),
         *(order.long_documents, order.trained, order.reward),
-        *(["lengths alone"] if order.lengths_alone else []),
+        *(["lengths alone, of ids as many"] if order.lengths_alone else []),
     )
     source = None
     with suppress(TypeError):  # a function may be in no file
@@ -225,7 +225,7 @@ def _make(
             objective=order.objective,
             length_tokens=order.length_tokens,
             lengths=tuple(sorted(writer.histogram.items())),
-            tokenizer=tokens.name,
+            tokenizer="rows" if writer.given == writer.counts["documents"] else tokens.name,
             notes=_notes(order, found, tokens, writer),
             **writer.counts,
             **limit.counts,
