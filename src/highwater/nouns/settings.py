@@ -700,21 +700,17 @@ def settings_in_words(
     host_bytes: int | None = None,
     is_lowered: bool = False,
     is_scaled: bool = False,
-    says_shards: bool = False,
 ) -> str:
     """Settings and degrees as the end of a sentence that says "with": ``expandable segments, a
     chunked loss and each sequence shared by 2 GPUs (Ulysses)``. ``host_bytes`` is the host memory
     that offload takes; ``is_lowered`` says that a micro-batch holds fewer sequences than by
-    default, ``is_scaled`` that YaRN scales the positions, ``says_shards`` also that all GPUs share
-    one copy of the model.
+    default, ``is_scaled`` that YaRN scales the positions.
     """
     told = _words(settings, _IN_A_SENTENCE)
     first = [told.pop(name) for name in ("allocator", "loss", "entropy") if name in told]
     host = [told.pop("offload")] if "offload" in told else []
     takes = "" if host_bytes is None else f" ({format_bytes(host_bytes)} of it)"
     said = [*other_training(settings), *first, *told.values(), *(f"{each}{takes}" for each in host)]
-    if says_shards and layout is not None and layout.gpus > layout.replicate_degree == 1:
-        said.append(f"the model sharded over {layout.gpus} GPUs (as ZeRO-3)")
     said += [] if layout is None else _of_layout(layout)
     if is_lowered:
         said.append(f"{counted(settings.sequences_per_micro_batch, 'sequence')} a micro-batch")
@@ -773,5 +769,5 @@ def _of_layout(layout: Layout) -> list[str]:
     if layout.replicate_degree > 1:
         some = f"{layout.replicate_degree} copies of the model (as HSDP)"
         is_each = layout.replicate_degree == layout.gpus
-        said.append("a copy of the model on each GPU (as DDP)" if is_each else some)
+        said.append("a copy on each GPU (as DDP)" if is_each else some)
     return said

@@ -644,13 +644,7 @@ def _facts_of(
     if held is not None:
         holds = f"vLLM holds {counted(held, 'such sequence')} at once"
         host = f"{host}; {holds}" if host else holds
-    how = settings_in_words(
-        settings,
-        layout,
-        is_lowered=found.is_lowered,
-        is_scaled=is_scaled,
-        says_shards=not is_second and settings.deepspeed == "none",
-    )
+    how = settings_in_words(settings, layout, is_lowered=found.is_lowered, is_scaled=is_scaled)
     return how, ", ".join(said), host
 
 
