@@ -35,8 +35,8 @@ starts above lengths that experts in tiles take less than: 16, what ten more que
 order of what they free: 43; the tensor of an allocation that failed, and seven more answers that
 strangers missed: 209, nine that they found wanting: 104, how far a user's own file trains, and
 verl's read: 162, what strangers typed: 36, one answer of `predict` and `recommend`: 40, the
-fewest of one kind and copies: 21, logits of a larger batch: 11, a reference that a file keeps: 20, and counts
-of tokens as lengths: 45; what no issue allowed is paid for by merging)."""
+fewest of one kind and copies: 21, logits of a larger batch: 11, a reference that a file keeps:
+20, and counts of tokens as lengths: 45; what no issue allowed is paid for by merging)."""
 WALKED = {
     "predict": {"modules": 83, "files": 52},
     "find": {"modules": 199, "files": 121},
