@@ -220,7 +220,7 @@ def _count_of(line: str) -> int | None:
     """Tokens by a line: a number, or a record with one count and no text; None: it is neither."""
     row: Any = None
     with suppress(msgspec.DecodeError):
-        row = from_json(line, int | dict[str, Any])
+        row = from_json(line, object)
     told: dict[str, Any] = row if isinstance(row, dict) else {"tokens": row}
     counts = [told[name] for name in told if _COUNT.fullmatch(name)]
     is_text = len(counts) != 1 or type(counts[0]) is not int or any(map(_TEXT.fullmatch, told))
