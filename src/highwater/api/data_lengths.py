@@ -75,7 +75,7 @@ class DataLengths(Record, frozen=True, kw_only=True):
 
     data: tuple[str, ...]
     tokenizer: str
-    """Name of its class; ``bytes``: none, tokens are estimated; ``rows``: data has counts, ids."""
+    """The tokenizer's class; ``bytes``: none, an estimate; ``rows``: data has counts or ids."""
     bytes_per_token: int | None = None
     """Bytes that are taken as one token; None: a tokenizer counted them."""
     model: str | None = None
@@ -129,7 +129,7 @@ def data_lengths(
     hour_price, whole_share = parse_price(price), parse_share(whole or 0.99)
     paths = (data,) if isinstance(data, str) else tuple(data)
     read_from = whole_paths(paths)
-    folder, vocab_size, native = None, 1 << 31, 0  # it has every id
+    folder, vocab_size, native = None, 1 << 31, 0  # no id is larger
     may_cost = model is not None and (asked.get("gpus") or asked.get("gpu_memory"))
     if model is not None:
         own = Path(model).absolute()

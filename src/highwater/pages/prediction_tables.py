@@ -114,8 +114,8 @@ def _of_file(
     best: CellPrediction | None,
     changed: Recommendation | None,
 ) -> str:
-    """Lines on a user's own file: whose step is predicted, whether its length fits as written and
-    how far it trains so (``within``) and with changes (``best``); these; the least for its length.
+    """Lines on a user's own file: whose step is predicted, if its length fits as written, how far
+    it trains so (``within``) and with changes (``best``), and which changes its length needs.
     """
     shown, native_tokens = prediction.explained, prediction.native_length_tokens
     asked = prediction.length_tokens or shown.does_not_fit_tokens or 0
