@@ -37,7 +37,7 @@ def test_a_kind_without_a_number_is_one_gpu_and_then_the_fewest_that_do(highwate
     assert done.returncode == 1, done.stderr
     first = done.stdout.splitlines()[0]
     assert first.startswith("No: gpt-oss-120b does not train at 32,768 tokens on 1 x H200-141GB,")
-    assert first.endswith("; 2 x H200-141GB are the fewest that do safely.")
+    assert first.endswith("; 2 x H200-141GB are the fewest that do safely with host memory.")
     assert "What would fit: 2 x H200-141GB" in done.stdout
     assert json.loads(highwater(*asked, "--gpus", "H200", "--json").stdout)["gpus"] == 1
     assert highwater(*asked, "--gpus", "1xH200").stdout == done.stdout
