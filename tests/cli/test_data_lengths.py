@@ -213,8 +213,10 @@ def test_of_another_trainer_the_share_that_its_longest_length_cuts_is_told(run, 
 
 def test_a_length_that_is_named_says_what_it_cuts(run, data):
     done = run("highwater", "predict", "Qwen3-8B", *ON, "--length", "10k", "--data", data)
-    first = done.stdout.splitlines()[1]
-    assert first.startswith("5 of 100 documents (5.0%) are longer than 10,240 tokens; cut there, ")
+    first = done.stdout.splitlines()[0]
+    assert first.startswith(
+        f"{data}: 5 of 100 documents (5.0%) are longer than 10,240 tokens; cut there, "
+    )
     assert f" {kept(10_240) / TOKENS:.1%} of your tokens are left" in first
     found = highwater.data_lengths(data, "Qwen3-8B", gpus="8xH100-80GB", length="10k")
     assert found.cut.trained is not None

@@ -32,7 +32,7 @@ def test_trinitys_file_is_what_stdout_has(highwater, tmp_path):
         "# Yes: Qwen3-0.6B trains 16,384 tokens on 2 x H20-96GB for Trinity-RFT's trainer and 2 "
         "for rollout: safe, "
     )
-    assert ". With expandable segments; " in answer
+    assert ". With FSDP (as ZeRO-3) and expandable segments; " in answer
     assert heading == (
         "# Trinity-RFT 0.6.0: Qwen3-0.6B, 16,384 tokens, 2 x H20-96GB, 2 more for rollout"
     )

@@ -21,7 +21,7 @@ def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater):
     answer, longest, _, title, *_ = done.stdout.splitlines()
     native = "its native 40,960 tokens (longest: ≥1,048,576)"
     assert answer.startswith(f"Qwen3-8B trains {native} on 4 x A100-80GB: safe, ")
-    assert answer.endswith(" Predicted. With nothing set.")
+    assert answer.endswith(" Predicted. With FSDP (as ZeRO-3).")
     assert longest.startswith("The longest is ")
     assert title == "Qwen3-8B on 4 x A100-80GB, 79.15 GiB each: predicted by formula"
     caveat = done.stdout.rstrip().splitlines()[-1]
@@ -276,7 +276,7 @@ def test_what_trl_needs_is_answered_without_a_gpu(highwater):
     assert done.returncode == 0
     assert done.stdout == (
         "Yes: Qwen3-4B trains 131,072 tokens (3.2 x native 40,960) on 1 x H200-141GB for "
-        "TRL's trainer: safe, peak 100.04 GiB, 39.76 GiB left. Predicted.\n"
+        "TRL's trainer: safe, peak 100.04 GiB, 39.76 GiB left. Predicted. "
         "With expandable segments, a chunked loss and YaRN.\n"
         "\n"
         "Qwen3-4B on 1 x H200-141GB, 139.80 GiB each, 131,072* tokens, trained by TRL: predicted "

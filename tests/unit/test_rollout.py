@@ -174,10 +174,16 @@ def test_on_gpus_of_its_own_it_changes_no_training():
 
 def test_the_first_sentence_says_what_trains_and_what_the_rollout_holds_there():
     said = prediction_tables.prediction_answer(predicted(**HALF))
-    assert said.startswith("Yes: Qwen3-8B trains 32,768 tokens on 8 x H100-80GB for TRL's trainer")
+    assert said.startswith("Yes: Qwen3-8B trains 32,768 tokens (prompt and response) on 8 x H100")
     assert "vLLM holds 40 such sequences at once" in said
-    assert re.search(r", peak [\d.]+ GiB while vLLM generates, .* left\b.*\. With ", said)
-    assert f" {paper.ON_PAPER} A micro-batch has 1 sequence; TRL's own default is 8" in said
+    assert re.search(
+        r" TRL's trainer, micro-batch 1: safe, peak [\d.]+ GiB, .* left\..* With ", said
+    )
+    native = prediction_tables.prediction_answer(predicted(None, **HALF))
+    assert re.search(
+        r" \(prompt and response, longest: .* GiB while vLLM generates, .* left\. ", native
+    )
+    assert f" {paper.ON_PAPER} TRL's own default is 8 sequences" in said
     found = highwater.recommend("Qwen3-8B", length="32k", **ASKED, rollout="vllm", **HALF)
     typed = found.chosen.found_in
     assert "--rollout vllm --gpu-memory-utilization 0.5 --sleep-level 2" in typed
@@ -194,7 +200,7 @@ def test_the_share_that_nobody_typed_is_said_and_up_to_which_the_same_settings_f
     found = predicted(length, **asked)
     first = found.native or found.explained
     said = re.search(
-        r"on 8 x H100-80GB beside vLLM at 0\.5 of each GPU \(up to ([\d.]+) fits\):",
+        r"on 8 x H100-80GB beside vLLM at 0\.5 \(up to ([\d.]+) fits\):",
         prediction_tables.prediction_answer(found),
     )
     most, length = float(said[1]), first.capacity_tokens
@@ -214,7 +220,7 @@ def test_the_share_that_nobody_typed_is_said_and_up_to_which_the_same_settings_f
 def test_the_share_is_said_too_where_no_more_fits_or_nothing_does(gpus, said):
     asked: dict[str, Any] = {"trainer": "highwater", "offload": False, "gpus": f"{gpus}xH100-80GB"}
     told = prediction_tables.prediction_answer(predicted(8192, **asked))
-    assert f" on {gpus} x H100-80GB beside vLLM at 0.5 of each GPU{said}" in told
+    assert f" on {gpus} x H100-80GB beside vLLM at 0.5{said}" in told
 
 
 REFUSED: dict[str, dict[str, Any]] = {

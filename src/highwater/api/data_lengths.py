@@ -92,6 +92,8 @@ class DataLengths(Record, frozen=True, kw_only=True):
     cut: KeptLength | None = None
     """The named length, or that of a named ``whole_share``; else the longest that trains, if some
     documents are longer and thus cut."""
+    is_asked: bool = False
+    """True if ``cut`` is of a length that was named."""
     reach_tokens: int | None = None
     """The longest length that trains on the GPUs; None: none are named; 0: no length does."""
     native_length_tokens: int = 0
@@ -193,6 +195,7 @@ def data_lengths(
         reach_tokens=reach,
         native_length_tokens=native,
         cut=keep(cut) if cut else None,
+        is_asked=length is not None,
         trained_by=trained_by,
         notes=(*notes, LIST_PRICE_NOTE) if is_listed else notes,
     )

@@ -33,6 +33,8 @@ class Offer(Record, frozen=True, kw_only=True):
     device_name: str
     gpus: int
     """GPUs that train it for the least money; the most that were tried if none does."""
+    device_bytes: int
+    """Memory of one of them."""
     fewest_gpus: int | None = None
     """The fewest that train it; None: none that was tried does."""
     trained: CellPrediction | None = None
@@ -123,10 +125,12 @@ def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
 
 
 def _place(offer: Offer) -> tuple[float, ...]:
-    """Key that sorts offers: those that train first, then dollars a million tokens, an hour."""
+    """Key that sorts offers: those that train first, by dollars a million tokens, dollars an hour,
+    and memory.
+    """
     dollars, hour = offer.million_dollars, offer.hour_dollars
     known = (dollars is None, round(dollars or 0.0, 2), hour is None, hour or 0.0)
-    return (offer.trained is None, *known, offer.gpus)
+    return (offer.trained is None, *known, offer.gpus * offer.device_bytes)
 
 
 def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
@@ -143,6 +147,7 @@ def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
             Offer(
                 device_name=each.device_name,
                 gpus=each.gpus,
+                device_bytes=each.device_bytes,
                 fewest_gpus=(offers[0].gpus if offers else each.gpus) if best else None,
                 trained=best,
                 host_memory_bytes=each.memory_limit.host_bytes,

@@ -42,6 +42,7 @@ from highwater.pages.prediction_tables import (
     choice_table,
     data_answer,
     data_table,
+    fuller_rows,
     in_lines,
     prediction_answer,
     prediction_table,
@@ -148,7 +149,7 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
 def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
     """Of a user's file with a length: how far it trains. If nothing fits: the prediction without a
     length, alternatives, and the file with changes. If a length may fit on one GPU: only
-    alternatives, which say how many GPUs are safe.
+    alternatives, which say how many GPUs are safe. Of a cost: that of fuller micro-batches.
     """
     answer, asked = prediction.answer, prediction.length_tokens
     if prediction.method != "formula" or arguments.calibrate:
@@ -156,6 +157,10 @@ def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[s
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     shared, longest = typed_place(arguments), None
     ways = _file_ways(prediction, model, shared, settings) if "trainer_config" in settings else {}
+    if (rows := fuller_rows(prediction)) is not None:
+        priced = {"length": asked, "tokens": arguments.tokens, "price": arguments.price}
+        settings |= {"sequences_per_micro_batch": rows}
+        return {**ways, "fuller": api_predict(model, **shared, **settings, **priced)}
     if answer is not None and (answer.capacity_tokens or not asked or prediction.gpus > 1):
         return ways
     if answer is None and asked is not None and not ways:

@@ -79,6 +79,10 @@ def predicted_question(
     is_zero = bool(no_zero) and settings.get("deepspeed") == "zero3"
     if is_zero:
         del settings["deepspeed"]
+    if settings.get("rollout") and refused_settings(trainer, {"prompt_tokens": -1}):
+        settings.pop(
+            "prompt_tokens", None
+        )  # its step has prompts of its own; the rollout has these
     if length_tokens is not None:
         for row in TOPICS["lengths"]:
             if row.name in settings:

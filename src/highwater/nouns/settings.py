@@ -698,21 +698,30 @@ def settings_in_words(
     layout: Layout | None = None,
     *,
     host_bytes: int | None = None,
-    is_lowered: bool = False,
+    says_rows: bool = False,
     is_scaled: bool = False,
+    in_full: bool = False,
 ) -> str:
     """Settings and degrees as the end of a sentence that says "with": ``expandable segments, a
     chunked loss and each sequence shared by 2 GPUs (Ulysses)``. ``host_bytes`` is the host memory
-    that offload takes; ``is_lowered`` says that a micro-batch holds fewer sequences than by
-    default, ``is_scaled`` that YaRN scales the positions.
+    that offload takes; ``says_rows`` asks for the sequences of a micro-batch, ``is_scaled`` says
+    that YaRN scales the positions; ``in_full`` asks for how several GPUs hold one copy, too.
     """
     told = _words(settings, _IN_A_SENTENCE)
     first = [told.pop(name) for name in ("allocator", "loss", "entropy") if name in told]
     host = [told.pop("offload")] if "offload" in told else []
     takes = "" if host_bytes is None else f" ({format_bytes(host_bytes)} of it)"
-    said = [*other_training(settings), *first, *told.values(), *(f"{each}{takes}" for each in host)]
+    is_sharded = layout is not None and 1 == layout.replicate_degree < layout.gpus
+    sharding = ["FSDP (as ZeRO-3)"] * (in_full and is_sharded and settings.deepspeed == "none")
+    said = [
+        *other_training(settings),
+        *sharding,
+        *first,
+        *told.values(),
+        *(f"{each}{takes}" for each in host),
+    ]
     said += [] if layout is None else _of_layout(layout)
-    if is_lowered:
+    if says_rows:
         said.append(f"{counted(settings.sequences_per_micro_batch, 'sequence')} a micro-batch")
     said += ["YaRN"] if is_scaled else []
     return listed(said) or NOTHING_SET

@@ -3,6 +3,7 @@ speed. Then tables: capacities by rung, bytes by term, hits against a known tabl
 below a table, or all notes (``prediction.txt.j2``).
 """
 
+import math
 import re
 from collections.abc import Sequence
 from itertools import compress, pairwise
@@ -30,7 +31,7 @@ from highwater.nouns.settings import (
     shared_training,
     short_settings,
 )
-from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
+from highwater.nouns.study import HOST_KEPT, RISK_IN_WORDS, Cell, Risk, counted_ranks
 from highwater.nouns.trainer import (
     OURS,
     REGISTRY,
@@ -66,7 +67,7 @@ def in_lines(answer: str) -> str:
     """
     source = "|Predicted as " * (" beside vLLM at " in answer)
     starts = "The longest |What |Nearest is|(In its|Attention is|No time of) "
-    return re.sub(rf"(?<=\.) (?=With (?!.{{1,40}}\.( |$))|{starts}{source})", "\n", answer)
+    return re.sub(rf"(?<=\.) (?=With (?!.{{1,45}}\.( |$))|{starts}{source})", "\n", answer)
 
 
 def prediction_answer(
@@ -78,13 +79,14 @@ def prediction_answer(
     as_saved: Prediction | None = None,
     read: "FileSettings | None" = None,
     farthest: Prediction | None = None,
+    fuller: Prediction | None = None,
 ) -> str:
     """Sentences on how far a model trains, and with which settings; at one length, whether it
     trains. If nothing fits, they name what would: a shorter length, from ``longest``, the
     prediction of the same question without a length; ``alternatives``; and changes to the user's
     own file, from ``changed``. ``as_saved``: the prediction with weights in bf16, to be named too.
     Of a user's own file that is ``read`` two lines say first how far it trains: as it is written
-    (``longest``), and with changes (``farthest``).
+    (``longest``), and with changes (``farthest``). ``fuller`` has the cost with ``fuller_rows``.
     """
     answer, known = prediction.answer, prediction.calibration
     source = predicted_as(prediction.trainer, known.own_trials if known else 0)
@@ -96,8 +98,7 @@ def prediction_answer(
         source += how_many and f"; {how_many}"
         text = _nothing(prediction, source + in_bf16, longest, alternatives)
     else:
-        text = _answered(prediction, answer, source + in_bf16, how_many)
-    text += _of_small_batches(prediction)
+        text = _answered(prediction, answer, source + in_bf16, how_many, fuller)
     text += "".join(f" {each}." for each in _said(prediction.notes))
     text += "" if prediction.memory_limit.rollout is None else f" {ON_PAPER}"
     text += _of_objective(prediction.explained.cell, prediction.trainer)
@@ -167,10 +168,12 @@ def _of_allocation(prediction: Prediction) -> str:
     from highwater.trainers.user_file import FILE_WORDS  # only a failure needs it
 
     words, together = FILE_WORDS.get(prediction.trainer), settings.traits.documents_together
-    loss, rows = "--loss chunked", f"--sequences-per-micro-batch {together}"
+    has_liger = not TRAINERS[prediction.trainer].refused(["liger"])
+    loss = "use_liger_kernel=True" if has_liger else "--loss chunked"
+    rows = f"--sequences-per-micro-batch {together}"
     if words is not None and words.length:
         loss, rows = f"{words.fused[-1]}: true", f"{words.rows}: 1"
-    whose = "a chunked" if TRAINERS[prediction.trainer].refused(["liger"]) else "Liger's fused"
+    whose = "Liger's fused" if has_liger else "a chunked"
     fewer = f"`{rows}` or " * (settings.sequences_per_micro_batch > together)
     shrunk = {
         "loss": f"{whose} loss (`{loss}`) does without them",
@@ -194,7 +197,13 @@ def _in_bf16(answer: CellPrediction | None, as_saved: Prediction | None) -> str:
     return f". {said}.{_on_gpus(as_saved, narrow)}".removesuffix(".")
 
 
-def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_many: str) -> str:
+def _answered(
+    prediction: Prediction,
+    answer: CellPrediction,
+    source: str,
+    how_many: str,
+    fuller: Prediction | None,
+) -> str:
     """Sentences on a length that trains: the one asked about; else the native length, if any cell
     trains it, and then the longest; else the longest alone. ``_sentences_on`` names their parts.
     """
@@ -204,19 +213,25 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
         size, name = (10**6, "million") if cost.tokens % 10**9 else (10**9, "billion")
         many = f"A {name}" if cost.tokens == size else f"{cost.tokens / size:,.6g} {name}"
         source += f". {many} tokens take {_bill(cost.time_s, prediction.gpus, cost.dollars)}"
+        less = fuller and fuller.answer and fuller.cost
+        if fuller and less and less.time_s < 0.95 * cost.time_s:
+            rows = fuller.explained.cell.settings.sequences_per_micro_batch
+            bill = _bill(less.time_s, fuller.gpus, less.dollars)
+            source += f", or {bill} with `--sequences-per-micro-batch {rows}`"
     source += prediction.assumed and f". {prediction.assumed}"
     longest_tokens = answer.reach_tokens
     native_tokens = prediction.native_length_tokens
     limit, rollout = prediction.memory_limit, prediction.memory_limit.rollout
-    usual, response = (limit.host_bytes, limit.usual_host), _response(rollout, longest_tokens)
+    usual = (limit.host_bytes, limit.usual_host)
 
     def sentences(claim: str, cell: CellPrediction, length_tokens: int) -> str:
         return _sentences_on(
             f"{claim} on {where}",
             cell,
             *usual,
+            trainer=prediction.trainer,
             source=source,
-            peaks="" if asked and response else _peak_phase(prediction, cell),  # a table says it
+            peaks="" if asked and rollout else _peak_phase(prediction, cell),  # a table says it
             is_scaled=length_tokens > native_tokens,
         )
 
@@ -228,7 +243,8 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
     at_native = prediction.native
     if at_native is None:
         may = "trains" if answer.capacity_tokens else "may train"
-        claim = f"{model} {may} up to {reach} tokens{_in_brackets(response)}"
+        claim = f"{model} {may} up to {reach} tokens"
+        claim += _in_brackets(_response(rollout, longest_tokens))
         text = sentences(claim, answer, longest_tokens)
         return f"{text}{_beside(prediction, answer)}"
     claim = f"{model} trains its native {format_tokens(native_tokens)} tokens"
@@ -239,7 +255,7 @@ def _answered(prediction: Prediction, answer: CellPrediction, source: str, how_m
         text = sentences(claim, at_native, native_tokens)
         text += "" if fails_tokens is None else f" {format_tokens(fails_tokens)} do not fit."
         return f"{text}{_on_gpus(prediction, at_native)}"
-    claim += _in_brackets([f"longest: {reach}", *response])
+    claim += _in_brackets([*_response(rollout, native_tokens), f"longest: {reach}"])
     text = sentences(claim, at_native, native_tokens)
     how, facts, host = _facts_of(answer, *usual, is_scaled=True, is_second=True)
     how = how.removeprefix(f"{shared_training([at_native.cell.settings])}, ")
@@ -261,22 +277,23 @@ def _bill(time_s: float, gpus: int, dollars: float | None) -> str:
     return f"{format_seconds(time_s)}, {shown} GPU-hours{money}"
 
 
-def _of_small_batches(prediction: Prediction) -> str:
-    """Advice, next to a cost, to pack more sequences if a GPU's micro-batch has few tokens."""
+def fuller_rows(prediction: Prediction) -> int | None:
+    """Sequences of a micro-batch that keep a GPU busy; None if those in an answer with a cost do,
+    or if there is none.
+    """
     length_tokens, cell = prediction.length_tokens, prediction.explained.cell
     if prediction.cost is None or length_tokens is None:
-        return ""
-    sequences, degree = cell.settings.sequences_per_micro_batch, cell.layout.context_degree
-    if sequences * length_tokens >= _FEW_TOKENS * degree:
-        return ""
-    together = cell.settings.traits.documents_together
-    more = -(-_FEW_TOKENS * degree // (together * length_tokens)) * together
-    few = f"A micro-batch has {counted(sequences, 'sequence')} of {format_tokens(length_tokens)}"
-    return f" {few} tokens: `--sequences-per-micro-batch {more}` costs less, where it fits."
+        return None
+    degree, together = cell.layout.context_degree, cell.settings.traits.documents_together
+    if cell.settings.sequences_per_micro_batch * length_tokens >= _FEW_TOKENS * degree:
+        return None
+    return -(-_FEW_TOKENS * degree // (together * length_tokens)) * together
 
 
 def choice_answer(choice: "GpuChoice") -> str:
-    """Sentence on the GPUs that train a length for the least money; without prices, the fewest."""
+    """Sentence on the GPUs that train a length for the least money; without all prices, on those
+    with the least memory; of one kind, on the fewest.
+    """
     best, source = choice.offers[0], predicted_as(choice.trainer)
     model = f"{plain(choice.model_name)}{_for_trainer(choice.trainer)}"
     tokens = _tokens(choice.length_tokens, choice.native_length_tokens)
@@ -285,7 +302,7 @@ def choice_answer(choice: "GpuChoice") -> str:
         kinds = listed([*dict.fromkeys(each.device_name for each in choice.offers)])
         return f"No: {model} does not train at {tokens} on up to {most} of {kinds}, {source}."
     is_scaled = choice.length_tokens > choice.native_length_tokens
-    which, dollars = "fewest", ""
+    which, dollars = "smallest", ""
     if best.million_dollars is not None:
         which, dollars = "cheapest", f" for {best.million_dollars:,.2f} dollars a million tokens"
     elif best.hour_dollars is not None:
@@ -297,7 +314,9 @@ def choice_answer(choice: "GpuChoice") -> str:
     )
     host = (best.host_memory_bytes, best.usual_host)
     source += best.assumed and f". {best.assumed}"
-    text = _sentences_on(claim, best.trained, *host, source=source, is_scaled=is_scaled)
+    text = _sentences_on(
+        *(claim, best.trained, *host), trainer=choice.trainer, source=source, is_scaled=is_scaled
+    )
     return f"{text}{_of_objective(best.trained.cell, choice.trainer)}"
 
 
@@ -331,18 +350,30 @@ def _dollars(amount: float | None) -> str:
 
 def _of_objective(cell: Cell, trainer: AnyTrainer) -> str:
     """Sentence on what lengths mean for pairs, and on the number of sequences in a micro-batch."""
-    traits, rows = cell.settings.traits, cell.settings.sequences_per_micro_batch
-    known = predicted_traits(trainer)
-    if traits.documents_together == 2:
-        words = known.reference_first if known and cell.settings.has_second_model else ""
-        first = f" The reference is taken to run before training (`{words}`)." if words else ""
-        return f" Lengths are of one sequence of a pair.{first}"
-    most = 1 if known is None else known.usual_sequences
-    if most == 1 or traits.advantages == "none":
+    most, title = _usual_rows(cell, trainer), REGISTRY[trainer].title
+    if cell.settings.traits.documents_together == 2:
+        return " Lengths are of one sequence of a pair."
+    if most == 1 or cell.settings.sequences_per_micro_batch > 1:
         return ""
-    title, flag = REGISTRY[trainer].title, f"`--sequences-per-micro-batch {most}`"
-    usual = f"; {title}'s own default is {most} ({flag})" * (rows == 1)
-    return f" A micro-batch has {counted(rows, 'sequence')}{usual}."
+    return f" {title}'s own default is {most} sequences (`--sequences-per-micro-batch {most}`)."
+
+
+def _usual_rows(cell: Cell, trainer: AnyTrainer) -> int:
+    """Sequences a micro-batch by a trainer's own default, where it trains on what was generated."""
+    known = predicted_traits(trainer)
+    generates = cell.settings.traits.advantages != "none"
+    return known.usual_sequences if known and generates else 1
+
+
+def _by_its_file(cell: Cell, trainer: AnyTrainer) -> str:
+    """Text of what a trainer's file must say for an answer to hold, as its own default is another:
+    sequences a micro-batch, and a reference that runs before training; empty if nothing.
+    """
+    known, rows = predicted_traits(trainer), cell.settings.sequences_per_micro_batch
+    if _usual_rows(cell, trainer) > 1:
+        return f", micro-batch {rows}"
+    first = known.reference_first if known and cell.settings.has_second_model else ""
+    return first and f" with `{first}`"
 
 
 def _in_its_file(cell: Cell, trainer: str, length_tokens: int) -> str:
@@ -402,7 +433,9 @@ def _chosen(found: Recommendation, chosen: Candidate, target: str | None = None)
     where, how_many = _where(found, target), _how_many(found.alternatives, found.gpus)
     claim += f"{plain(found.model_name)} trains {tokens} on {where}{how_many and f' ({how_many})'}"
     host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
-    return _sentences_on(claim, chosen, *host, source=source, is_scaled=is_scaled)
+    return _sentences_on(
+        *(claim, chosen, *host), trainer=found.trainer, source=source, is_scaled=is_scaled
+    )
 
 
 def _changed(changes: Sequence[FileChange]) -> str:
@@ -421,10 +454,11 @@ def _tokens(length_tokens: int, native_tokens: int, rollout: Rollout | None = No
 
 
 def _response(rollout: Rollout | None, length_tokens: int) -> list[str]:
-    """Text of the tokens of a sequence that a prompt leaves; none if nobody named the prompt's."""
-    prompt_tokens = rollout and rollout.prompt_tokens
-    left_tokens = length_tokens - prompt_tokens if prompt_tokens else 0
-    return [f"response: {format_tokens(left_tokens)}"] if left_tokens > 0 else []
+    """Text of what a sequence beside a rollout holds; of its tokens, those that a prompt leaves."""
+    if rollout is None or rollout.prompt_tokens is None:
+        return ["prompt and response"] * (rollout is not None)
+    left_tokens = length_tokens - rollout.prompt_tokens
+    return [f"response: {format_tokens(left_tokens)}"] * (left_tokens > 0)
 
 
 def _in_brackets(notes: Sequence[str]) -> str:
@@ -448,7 +482,7 @@ def _where(found: Prediction | Recommendation, target: str | None = None) -> str
     if rollout is not None and (most := rollout.most_utilization) is not None:
         taken = rollout.gpu_memory_utilization or 0.0
         fits = f" ({f'up to {most}' if most > taken else 'no more'} fits)"
-        by += f" beside vLLM at {taken} of each GPU{fits * bool(most)}"
+        by += f" beside vLLM at {taken}{fits * bool(most)}"
     return f"{_gpus(found)}{by}"
 
 
@@ -587,6 +621,7 @@ def _sentences_on(
     host_memory_bytes: int | None,
     usual_host: str | None,
     *,
+    trainer: AnyTrainer,
     source: str,
     peaks: str = "",
     is_scaled: bool,
@@ -600,8 +635,11 @@ def _sentences_on(
     45.75 GiB of host memory. [host]
     """
     usual = host_memory_bytes, usual_host
-    how, facts, host = _facts_of(found, *usual, peaks=peaks, is_scaled=is_scaled)
-    claim += " and host memory" * found.cell.settings.uses_host
+    settings = found.cell.settings
+    rows = MEMORY[trainer].fixed_fields({}).get("sequences_per_micro_batch")
+    is_large = settings.sequences_per_micro_batch > (rows or settings.traits.documents_together)
+    how, facts, host = _facts_of(found, *usual, peaks=peaks, is_scaled=is_scaled, is_large=is_large)
+    claim += " and host memory" * settings.uses_host + _by_its_file(found.cell, trainer)
     text = f"{claim}{': ' * bool(facts)}{facts}. {source[:1].upper()}{source[1:]}."
     return f"{text} With {how}{'; ' * bool(host)}{host}."
 
@@ -613,10 +651,12 @@ def _facts_of(
     *,
     peaks: str = "",
     is_scaled: bool,
+    is_large: bool = False,
     is_second: bool = False,
 ) -> tuple[str, str, str]:
     """The parts ``how``, ``facts`` and ``host`` of ``_sentences_on``; ``host`` is empty if little
-    is used. ``is_second``: for the second cell of an answer, without peak and tokens/s.
+    is used. ``is_large``: a micro-batch has more sequences than usually. ``is_second``: for
+    the second cell of an answer, without peak and tokens/s.
     """
     is_predicted = True
     if isinstance(found, Candidate):
@@ -627,6 +667,8 @@ def _facts_of(
         held = rollout and rollout.sequences
     settings, layout, host = found.cell.settings, found.cell.layout, ""
     said = [] if found.risk is None else [str(found.risk)]
+    if found.risk == "likely" and (host_bytes or 0) > HOST_KEPT * (host_memory_bytes or math.inf):
+        said = ["likely, with little host memory left"]
     if found.headroom_bytes is not None:
         left = format_bytes(max(0, found.headroom_bytes))
         if found.peak_bytes is None or not is_predicted or is_second:
@@ -644,7 +686,13 @@ def _facts_of(
     if held is not None:
         holds = f"vLLM holds {counted(held, 'such sequence')} at once"
         host = f"{host}; {holds}" if host else holds
-    how = settings_in_words(settings, layout, is_lowered=found.is_lowered, is_scaled=is_scaled)
+    how = settings_in_words(
+        settings,
+        layout,
+        says_rows=found.is_lowered or is_large,
+        is_scaled=is_scaled,
+        in_full=not is_second,
+    )
     return how, ", ".join(said), host
 
 
@@ -902,7 +950,7 @@ def _peak_phase(prediction: Prediction, cell: CellPrediction) -> str:
     if asked is None or asked.own_gpus or footprint.rollout is None:
         return ""
     training = footprint.device_used_bytes - footprint.cached_bytes
-    return "the step trains" if footprint.rollout.bytes < training else "vLLM generates"
+    return "training" if footprint.rollout.bytes < training else "vLLM generates"
 
 
 def _bar(size: int, largest: int) -> str:
@@ -933,10 +981,15 @@ def data_answer(found: "DataLengths") -> str:
     lines = [f"{first}{longest}{then}{whole}"]
     if found.cut is not None:
         longer, at = found.documents - found.cut.documents, format_tokens(found.cut.length_tokens)
-        lines.append(
+        cut = (
             f"{longer:,} of {documents} ({longer / found.documents:.1%}) "
             f"{'is' if longer == 1 else 'are'} longer than {at} tokens; cut there, "
             f"{_of(found.cut, found)} of your tokens are left"
+        )
+        lines = (
+            [f"{name}: {cut}", f"{held}{lines[0].partition(held)[2]}"]
+            if found.is_asked
+            else [*lines, cut]
         )
     enough = found.enough
     longer = next((e for e in found.lengths if e.length_tokens > enough.length_tokens), None)
@@ -944,7 +997,7 @@ def data_answer(found: "DataLengths") -> str:
     said = (
         f"{format_tokens(enough.length_tokens)} tokens"
         f"{', the longest that train here,' if is_last else ''} keep {_of(enough, found)} of your "
-        f"tokens, and {enough.documents / found.documents:.0%} of the documents whole"
+        f"tokens, and {_of_all(enough.documents, found.documents)} of the documents whole"
     )
     step, next_step = (each and each.trained and each.trained.step for each in (enough, longer))
     if longer is not None:
@@ -969,9 +1022,12 @@ def data_answer(found: "DataLengths") -> str:
 
 
 def _of(kept: "KeptLength", found: "DataLengths") -> str:
-    """Text of the share of tokens that a length keeps; ``all`` only if no document is cut."""
-    is_all = kept.kept_tokens == found.tokens
-    return "all" if is_all else f"{min(0.999, kept.kept_tokens / found.tokens):.1%}"
+    return _of_all(kept.kept_tokens, found.tokens)
+
+
+def _of_all(some: int, all_of_them: int) -> str:
+    """Text of a share; ``all`` only if it is."""
+    return "all" if some == all_of_them else f"{min(0.999, some / all_of_them):.1%}"
 
 
 def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:

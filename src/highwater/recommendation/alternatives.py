@@ -42,9 +42,15 @@ _Change = tuple[str, tuple[str, ...], tuple[str, ...], Goal]
 def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple[Alternative, ...]:
     """Find one alternative of each kind, if it has any: its first change that fits."""
     more = _first("more GPUs", _more_gpus(goal, rollout_gpus))
+    if more is not None and more.cell is not None and more.cell.settings.uses_host:
+        in_place = replace(goal, settings={**goal.settings, "offload": False, "activations": "gpu"})
+        alone = _first("more GPUs", _more_gpus(in_place, rollout_gpus))
+        if alone is not None and alone.cell is not None:
+            how_many = f"{more.how_many}, {alone.cell.layout.gpus} without"
+            more = more.replace(how_many=how_many * bool(more.how_many))
     is_whole = goal.where.machine_gpus >= USUAL_GPUS_OF_A_MACHINE  # then one more is at hand
     found = (
-        *(_first("technique", _rollouts(goal)), more),
+        *(_first("technique", _rollouts(goal)), _first("technique", _shardings(goal)), more),
         None
         if more and is_whole
         else _first("a larger GPU", _larger_gpus(goal, reserved_bytes, rollout_gpus)),
@@ -160,11 +166,21 @@ def _needed_technique(goal: Goal) -> Alternative:
     return Alternative(kind="technique", what=what)
 
 
+def _shardings(goal: Goal) -> Iterator[_Change]:
+    """Ways to share states among the same GPUs, where fewer of them, or fewer states, are shared:
+    typed so, or so in a user's file.
+    """
+    settings = goal.settings
+    if settings.get("copies", [1]) != [1]:
+        one = replace(goal, settings={**settings, "copies": [1]})
+        yield "one copy of the states, in shards (FSDP, as ZeRO-3)", ("--copies", "1"), (), one
+    if settings.get("deepspeed") == "zero2":
+        all_of_them = replace(goal, settings={**settings, "deepspeed": "zero3"})
+        yield "ZeRO-3, which shards parameters too", ("--deepspeed", "zero3"), (), all_of_them
+
+
 def _techniques(goal: Goal) -> Iterator[_Change]:
     """Yield changes of settings, in the order in which they are tried."""
-    if goal.settings.get("copies", [1]) != [1]:  # typed, or in a user's file
-        one = replace(goal, settings={**goal.settings, "copies": [1]})
-        yield "one copy of the states, in shards", ("--copies", "1"), (), one
     for name in _RESTRICTIONS:
         if name in goal.settings:
             flag = flag_of(name)

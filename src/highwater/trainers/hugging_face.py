@@ -344,7 +344,8 @@ def refuse(spec: TrialSpec, shape: ModelShape) -> None:
         raise UsageError(
             f"layers of {shape.model_type} have windows, for which transformers makes a mask of "
             "length x length beside SDPA: its step is not predicted",
-            hint="leave `--trainer` out for this package's engine, which makes none",
+            hint="use `--trainer trl` without a file, whose step is predicted, or no `--trainer` "
+            "for this package's engine",
         )
     if len(shape.runs) != 1 or _moments_of(shape, settings, layout.shard_degree) is None:
         known = sorted({*_ALIKE, *(name for rows in _learned().values() for name in rows)})

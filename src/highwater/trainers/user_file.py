@@ -395,7 +395,7 @@ def _sharing(config: FileFields, launcher: FileFields, path: Path, gpus: int) ->
         return _by_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
     fsdp = {**fsdp_keys(config), **fsdp_keys(launcher)}
     if not (config.get("fsdp") or config.get("fsdp_version") or fsdp or mode == "FSDP"):
-        return {"copies": [gpus], "offload": False} if gpus > 1 else {}
+        return {"offload": False, **({"copies": [gpus]} if gpus > 1 else {})}
     found: dict[str, Any] = {"offload": False}
     if fsdp.get("fsdp_activation_checkpointing_offload"):
         found["activations"] = "host"
@@ -470,6 +470,9 @@ def _unknown(source: str, name: str, value: Any) -> UsageError:
     if name == "context_parallel_size":
         value = f"{value}, ring attention over {value} GPUs beside Hugging Face's step"
         hint += "; without `--trainer` and its file `--ring` says what a ring of our engine takes"
+    objective = {"rm": "rw"}.get(str(value), str(value))
+    if objective in TRAITS:
+        hint = f"without the file `--trainer trl --objective {objective}` predicts TRL's step"
     if name == _THEIRS["recompute"]:
         hint = f"write `{name}: true` into it: it frees most of what layers keep, and is predicted"
     return UsageError(f"{source} has {name}: {value}, with which nobody predicts memory", hint=hint)
