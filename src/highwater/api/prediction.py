@@ -107,7 +107,6 @@ def predict(
         settings, said = {**read.settings, **settings}, read.notes
         if length_tokens is None and not is_asked and read.length_tokens is not None:
             length_tokens = read.length_tokens
-            said += (f"{own_file} has this length",)
     of, is_file = (model, where), own_file is not None
     question, notes = trainer_question(*of, trainer, length_tokens, settings, is_file=is_file)
     if is_file and "allocator" not in settings:  # no file says the environment

@@ -153,6 +153,8 @@ def _of_file(
         fewest = changed.changes if changed and fits != "fits" else ()
         made = listed(read.changes_to(chosen.cell, asked)) or "nothing"
         made = _changed(fewest) if fewest else f"change to {made}"
+        beside = re.search(r" \(beside .*?\)", second)
+        made = made.replace(beside[0], "") if beside else made
         words = f"For {format_tokens(asked)} tokens {made}"
     return f"{lines}\n{words}: {'; '.join(filter(None, told))}."
 
