@@ -38,6 +38,7 @@ from highwater.nouns.trainer import (
     TRAINERS,
     AnyTrainer,
     predicted_as,
+    predicted_trainer,
     predicted_traits,
     step_in_words,
 )
@@ -638,8 +639,10 @@ def _sentences_on(
     """
     usual = host_memory_bytes, usual_host
     settings = found.cell.settings
-    rows = MEMORY[trainer].fixed_fields({}).get("sequences_per_micro_batch")
-    is_large = settings.sequences_per_micro_batch > (rows or settings.traits.documents_together)
+    known = predicted_trainer(trainer)
+    fixed = MEMORY[known].fixed_fields({}) if known else {}
+    rows = fixed.get("sequences_per_micro_batch") or settings.traits.documents_together
+    is_large = _usual_rows(found.cell, trainer) == 1 and settings.sequences_per_micro_batch > rows
     how, facts, host = _facts_of(found, *usual, peaks=peaks, is_scaled=is_scaled, is_large=is_large)
     claim += " and host memory" * settings.uses_host + _by_its_file(found.cell, trainer)
     text = f"{claim}{': ' * bool(facts)}{facts}. {source[:1].upper()}{source[1:]}."
