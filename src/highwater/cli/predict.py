@@ -158,9 +158,9 @@ def _other_ways(arguments: argparse.Namespace, prediction: Prediction) -> dict[s
     shared, longest = typed_place(arguments), None
     ways = _file_ways(prediction, model, shared, settings) if "trainer_config" in settings else {}
     if (rows := fuller_rows(prediction)) is not None:
-        priced = {"length": asked, "tokens": arguments.tokens, "price": arguments.price}
+        bill = {name: getattr(arguments, name) for name in ("length", "tokens", "price")}
         settings |= {"sequences_per_micro_batch": rows}
-        return {**ways, "fuller": api_predict(model, **shared, **settings, **priced)}
+        return {**ways, "fuller": api_predict(model, **shared, **settings, **bill)}
     if answer is not None and (answer.capacity_tokens or not asked or prediction.gpus > 1):
         return ways
     if answer is None and asked is not None and not ways:
