@@ -1,6 +1,7 @@
 """One process of a group: objectives, layouts and settings in combination, by tests/references."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf, isnan
@@ -192,6 +193,8 @@ WHOLE: tuple[Box, ...] = (
     *(_shared(box, *COPIED, *COPIED_IN_TRIPLES) for box in _OBJECTIVES),
 )
 """Boxes whose every three values meet: objectives, losses and all layouts."""
+SEED = 492
+"""Of 500, the one whose pairs meet in the least processes and models."""
 
 
 Place = tuple[dist.DeviceMesh, process_mesh.SequenceGroups | None]
@@ -260,7 +263,7 @@ class Case:
 @cache
 def cases(strength: int) -> tuple[Case, ...]:
     boxes = PAIRED if strength == 2 else WHOLE
-    return tuple(Case(values=values) for values in cover(boxes, strength=strength, seed=0))
+    return tuple(Case(values=values) for values in cover(boxes, strength=strength, seed=SEED))
 
 
 def cases_for(processes: int, strength: int) -> list[Case]:
@@ -452,8 +455,8 @@ def reference(
             )
             loss, critic = plain.proximal(policy, judge, step, numbers=case.numbers, router=router)
             if critic is not None:
-                critic.backward()
-    loss.backward()
+                critic.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
     found = {
         "policy": _plain_gradients(policy),
         "critic": _plain_gradients(judge) if judge is not None else {},
@@ -469,8 +472,24 @@ def _plain_model(kind: Any, directory: Path) -> nn.Module:
 
 @cache
 def _read(kind: Any, directory: Path) -> nn.Module:
+    """A model that says once what it says about a document: its weights stay."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return kind.from_pretrained(directory, dtype=torch.float64, local_files_only=True, **eager)
+    model = kind.from_pretrained(directory, dtype=torch.float64, local_files_only=True, **eager)
+    of_tokens = model if kind is AutoModelForCausalLM else model.model
+    of_tokens.forward = _remembered(of_tokens.forward)
+    return model
+
+
+def _remembered(forward: Callable[..., Any]) -> Callable[..., Any]:
+    said: dict[tuple[Any, ...], Any] = {}
+
+    def once(*, input_ids: Tensor, **how: Any) -> Any:
+        key = (torch.is_grad_enabled(), *input_ids[0].tolist(), *how.items())
+        if key not in said:
+            said[key] = forward(input_ids=input_ids, **how)
+        return said[key]
+
+    return once
 
 
 def _plain_gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -222,7 +222,7 @@ with torch.no_grad():
         if "mlp.gate." in name:
             parameter.mul_(float(sys.argv[2]))
 peaks = []
-for tokens in (256, 8192, 12_288):  # the first makes the gradients
+for tokens in (256, 4096, 6144):  # the first makes the gradients
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         backward_of(trainer, [layer.batch_of(tokens)])
@@ -233,7 +233,7 @@ for tokens in (256, 8192, 12_288):  # the first makes the gradients
         alive += event.nbytes()
         most = max(most, alive)
     peaks.append(most)
-print((peaks[2] - peaks[1]) / 4096)
+print((peaks[2] - peaks[1]) / 2048)
 """
 """Bytes per token at the peak, by what the CPU's allocator tells the profiler: nothing watches the
 operators. Of fewer tokens blocks of a fixed size are not full."""
