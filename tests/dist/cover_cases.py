@@ -193,11 +193,6 @@ WHOLE: tuple[Box, ...] = (
     *(_shared(box, *COPIED, *COPIED_IN_TRIPLES) for box in _OBJECTIVES),
 )
 """Boxes whose every three values meet: objectives, losses and all layouts."""
-SEED = 492
-"""Of 500, the one whose pairs meet in the least processes and models."""
-
-
-Place = tuple[dist.DeviceMesh, process_mesh.SequenceGroups | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +258,8 @@ class Case:
 @cache
 def cases(strength: int) -> tuple[Case, ...]:
     boxes = PAIRED if strength == 2 else WHOLE
-    return tuple(Case(values=values) for values in cover(boxes, strength=strength, seed=SEED))
+    # of 500 seeds the one whose pairs meet in the least processes and models
+    return tuple(Case(values=values) for values in cover(boxes, strength=strength, seed=492))
 
 
 def cases_for(processes: int, strength: int) -> list[Case]:
@@ -319,9 +315,8 @@ def run(
             f"parameters without a partner: {set(ours[kind]) ^ set(wanted)}"
         )
         for name, gradient in ours[kind].items():
-            scale = (
-                wanted[name].norm() or 1.0
-            )  # where every token is clipped, experts have no gradient: then ours is 0, too
+            # where every token is clipped, experts have no gradient: then ours is 0, too
+            scale = wanted[name].norm() or 1.0
             off[f"{kind} {name}"] = float((gradient - wanted[name].flatten()).norm() / scale)
     worst = max(off, key=lambda name: inf if isnan(off[name]) else off[name])
     return found | {"gradient": off[worst], "worst": worst, "ours": loss, "expected": expected_loss}
@@ -430,13 +425,10 @@ def reference(
         loss = plain.pairwise(policy, list(zip(step[::2], step[1::2], strict=True)))
     else:
         policy = _plain_model(AutoModelForCausalLM, weights / case["model"])
-        router = None
-        if getattr(policy.config, "output_router_logits", False):
-            coefficient, top_k = (
-                policy.config.router_aux_loss_coef,
-                policy.config.num_experts_per_tok,
-            )
-            router = plain.Router(coefficient=coefficient, top_k=top_k)
+        router, config = None, policy.config
+        if getattr(config, "output_router_logits", False):
+            top_k = config.num_experts_per_tok
+            router = plain.Router(coefficient=config.router_aux_loss_coef, top_k=top_k)
         if case.objective == "sft":
             loss = plain.supervised(policy, step, router=router)
         elif case.objective == "dpo":
@@ -485,9 +477,7 @@ def _remembered(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     def once(*, input_ids: Tensor, **how: Any) -> Any:
         key = (torch.is_grad_enabled(), *input_ids[0].tolist(), *how.items())
-        if key not in said:
-            said[key] = forward(input_ids=input_ids, **how)
-        return said[key]
+        return said[key] if key in said else said.setdefault(key, forward(input_ids, **how))
 
     return once
 

@@ -248,9 +248,8 @@ def test_a_step_peaks_where_the_formula_says(specs, logs, name):
 
 def test_a_critic_has_parameters_gradients_and_moments_of_its_own(specs, logs):
     shape = shape_of(specs["ppo"])
-    critic = (
-        shape.parameters + shape.hidden_size
-    )  # tied: the embedding stays, a number per token comes to it
+    # tied: the embedding stays, a number per token comes to it
+    critic = shape.parameters + shape.hidden_size
     alone, both = (
         sum(alive_at(logs[name], "rehearsal").values()) for name in ("ppo", "ppo, critic")
     )

@@ -42,8 +42,7 @@ class float32_casts_lifted(TorchFunctionMode):  # noqa: N801 - read as `with flo
 
 def lift_float32_casts(model: nn.Module) -> None:
     """The same in every module of transformers that casts, for good: a backward pass leaves all
-    modes, and recomputation needs this one. In others each call of PyTorch's would be asked for
-    nothing.
+    modes, and recomputation needs this one. A mode is asked about each call of PyTorch's.
     """
     for module in model.modules():
         if _casts(type(module)):
