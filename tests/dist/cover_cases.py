@@ -1,6 +1,7 @@
 """One process of a group: objectives, layouts and settings in combination, by tests/references."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf, isnan
@@ -194,9 +195,6 @@ WHOLE: tuple[Box, ...] = (
 """Boxes whose every three values meet: objectives, losses and all layouts."""
 
 
-Place = tuple[dist.DeviceMesh, process_mesh.SequenceGroups | None]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     values: dict[str, str]
@@ -260,7 +258,8 @@ class Case:
 @cache
 def cases(strength: int) -> tuple[Case, ...]:
     boxes = PAIRED if strength == 2 else WHOLE
-    return tuple(Case(values=values) for values in cover(boxes, strength=strength, seed=0))
+    # of 500 seeds the one whose pairs meet in the least processes and models
+    return tuple(Case(values=values) for values in cover(boxes, strength=strength, seed=492))
 
 
 def cases_for(processes: int, strength: int) -> list[Case]:
@@ -316,9 +315,8 @@ def run(
             f"parameters without a partner: {set(ours[kind]) ^ set(wanted)}"
         )
         for name, gradient in ours[kind].items():
-            scale = (
-                wanted[name].norm() or 1.0
-            )  # where every token is clipped, experts have no gradient: then ours is 0, too
+            # where every token is clipped, experts have no gradient: then ours is 0, too
+            scale = wanted[name].norm() or 1.0
             off[f"{kind} {name}"] = float((gradient - wanted[name].flatten()).norm() / scale)
     worst = max(off, key=lambda name: inf if isnan(off[name]) else off[name])
     return found | {"gradient": off[worst], "worst": worst, "ours": loss, "expected": expected_loss}
@@ -427,13 +425,10 @@ def reference(
         loss = plain.pairwise(policy, list(zip(step[::2], step[1::2], strict=True)))
     else:
         policy = _plain_model(AutoModelForCausalLM, weights / case["model"])
-        router = None
-        if getattr(policy.config, "output_router_logits", False):
-            coefficient, top_k = (
-                policy.config.router_aux_loss_coef,
-                policy.config.num_experts_per_tok,
-            )
-            router = plain.Router(coefficient=coefficient, top_k=top_k)
+        router, config = None, policy.config
+        if getattr(config, "output_router_logits", False):
+            top_k = config.num_experts_per_tok
+            router = plain.Router(coefficient=config.router_aux_loss_coef, top_k=top_k)
         if case.objective == "sft":
             loss = plain.supervised(policy, step, router=router)
         elif case.objective == "dpo":
@@ -452,8 +447,8 @@ def reference(
             )
             loss, critic = plain.proximal(policy, judge, step, numbers=case.numbers, router=router)
             if critic is not None:
-                critic.backward()
-    loss.backward()
+                critic.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
     found = {
         "policy": _plain_gradients(policy),
         "critic": _plain_gradients(judge) if judge is not None else {},
@@ -469,8 +464,22 @@ def _plain_model(kind: Any, directory: Path) -> nn.Module:
 
 @cache
 def _read(kind: Any, directory: Path) -> nn.Module:
+    """A model that says once what it says about a document: its weights stay."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return kind.from_pretrained(directory, dtype=torch.float64, local_files_only=True, **eager)
+    model = kind.from_pretrained(directory, dtype=torch.float64, local_files_only=True, **eager)
+    of_tokens = model if kind is AutoModelForCausalLM else model.model
+    of_tokens.forward = _remembered(of_tokens.forward)
+    return model
+
+
+def _remembered(forward: Callable[..., Any]) -> Callable[..., Any]:
+    said: dict[tuple[Any, ...], Any] = {}
+
+    def once(*, input_ids: Tensor, **how: Any) -> Any:
+        key = (torch.is_grad_enabled(), *input_ids[0].tolist(), *how.items())
+        return said[key] if key in said else said.setdefault(key, forward(input_ids, **how))
+
+    return once
 
 
 def _plain_gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -328,7 +328,7 @@ def expected(objective: str, trained: str, weights: Path, count: int) -> dict[st
 
 
 def _with_gradient(loss: Tensor, model: torch.nn.Module) -> dict[str, float]:
-    loss.backward()
+    loss.backward(retain_graph=True)
     norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
     return {"loss": float(loss), "gradient_norm": float(torch.stack(norms).norm())}
 

@@ -41,10 +41,8 @@ KINDS = ("went-on", "resumed")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder)
-    return folder
+def models(ranks: RankGroups) -> Path:
+    return ranks.models(save_models)
 
 
 @pytest.mark.timeout(300)

@@ -9,7 +9,6 @@ had not read the engine.
 """
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 from cover_cases import PAIRED, cases, cases_for, save_models
@@ -20,13 +19,6 @@ from tables import deep
 
 TOLERANCE = 1e-10
 """Norm-relative: summation order alone differs, all is float64."""
-
-
-@pytest.fixture(scope="session")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("weights")
-    save_models(folder)
-    return folder
 
 
 def test_every_two_values_meet_in_a_case():
@@ -49,8 +41,8 @@ def test_cases_lie_within_the_constraints():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("strength", [2, *deep(3)])
 @pytest.mark.parametrize("processes", [1, 2, 4, 3, 6, 8])
-def test_every_combination_equals_its_reference(processes, strength, ranks, weights):
-    words = (weights, str(strength))
+def test_every_combination_equals_its_reference(processes, strength, ranks):
+    words = (ranks.models(save_models), str(strength))
     results = ranks.results("cover_cases", processes, *words, timeout_s=1100)
     names = [case.name for case in cases_for(processes, strength)]
     assert_close(results, dict.fromkeys(names, TOLERANCE), of=("loss", "gradient"))

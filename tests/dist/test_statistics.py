@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ COUNTS = (
 )
 
 
-@pytest.fixture(scope="session")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("weights")
-    save_models(folder)
-    return folder
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("processes", "extent"),
@@ -33,10 +25,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *deep((3, "pairs"), *((processes, "all") for processes in LAYOUTS)),
     ],
 )
-def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
-    processes, extent, ranks, weights
-):
-    results = ranks.results("statistics_cases", processes, weights, extent)
+def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(processes, extent, ranks):
+    results = ranks.results("statistics_cases", processes, ranks.models(save_models), extent)
     assert set(results) == {case.name for case in cases_for(processes, extent)}
     wrong = {name: found for name, of in results.items() if (found := _deviations(of))}
     assert not wrong, json.dumps(wrong, indent=1)

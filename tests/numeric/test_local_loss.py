@@ -96,7 +96,7 @@ def test_no_allocation_of_ranks_that_share_a_sequence_holds_gathered_logits(
 
 @pytest.mark.timeout(240)
 def test_gathering_logits_takes_more_memory_than_a_loss_that_stays_local():
-    sizes = ("--tokens", "2048", "--vocabulary", "2003", "--hidden", "16", "--rounds", "1")
+    sizes = ("--tokens", "1024", "--vocabulary", "2003", "--hidden", "16", "--rounds", "1")
     done = SERVER.run(str(BENCHMARK), "--device", "cpu", *sizes, within_s=200)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]

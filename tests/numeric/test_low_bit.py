@@ -53,7 +53,8 @@ MEANS = ("exp_avg", "exp_avg_sq")
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
+    """What torchao and bitsandbytes would compile, the latter of odd shapes, is not."""
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         yield
 
@@ -71,8 +72,7 @@ def optimizer_of(model: nn.Module, name: Any) -> torch.optim.Optimizer:
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> None:
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient.to(parameter.dtype, copy=True)
-    with torch.compiler.set_stance("force_eager"):  # torchao's own compiles, too
-        optimizer.step()
+    optimizer.step()
 
 
 def gradients_of(model: nn.Module, scale: float = 1.0) -> list[Tensor]:
@@ -171,7 +171,7 @@ def wide(moment: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_mean_of_squares_shrinks_as_fast_as_gradients_do(name):
     """Rounded to the nearest one in bfloat16 would stay: a thousandth less is nearer to itself."""
-    steps = 2000
+    steps = 500
     model = weights()
     optimizer = optimizer_of(model, name)
     step(model, optimizer, [torch.ones_like(model.weight)])
@@ -179,7 +179,7 @@ def test_a_mean_of_squares_shrinks_as_fast_as_gradients_do(name):
     for _ in range(steps):
         step(model, optimizer, [torch.zeros_like(model.weight)])
     after = wide(optimizer.state[model.weight]["exp_avg_sq"]).mean()
-    assert float(after / before) == pytest.approx(BETA2**steps, rel=0.02)
+    assert float(after / before) == pytest.approx(BETA2**steps, rel=0.005)
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -302,9 +302,8 @@ def test_a_packed_weight_is_bitsandbytes(shape, dtype):
     weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     if weight.numel() % 2 and version("bitsandbytes") == "0.49.0":
         pytest.skip("bitsandbytes 0.49.0 packs no odd count of numbers on the CPU")
-    with torch.compiler.set_stance("force_eager"):  # it would compile C++ for the odd shapes
-        codes, state = quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
-        whole = dequantize_4bit(codes, state)
+    codes, state = quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+    whole = dequantize_4bit(codes, state)
     ours = packed(weight, scale_table(CPU))
     assert torch.equal(ours.codes, codes)
     assert torch.equal(ours.whole(), whole)

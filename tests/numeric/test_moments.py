@@ -26,9 +26,10 @@ from tiny_models import config_of, sized
 
 LENGTH = 16_384
 TINY = config_of("tiny")
+LAYERS = 3 if not deep(4) else 4
 CONFIG: dict[str, Any] = {
     **{name: value for name, value in TINY.items() if name != "architectures"},
-    **sized(512, 384, 4, (6, 2), head_dim=64, intermediate_size=960, pad_token_id=0),
+    **sized(512, 384, LAYERS, (6, 2), head_dim=64, intermediate_size=960, pad_token_id=0),
     "sliding_window": 700,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
@@ -41,7 +42,7 @@ MIXTURE = {
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 320),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
 }
-"""A layer without experts where a family has such, then three with them, and an MLP beside."""
+"""A layer without experts where a family has such, then others with them, and an MLP beside."""
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "hidden_size": 1024,
@@ -95,7 +96,7 @@ FOUR = Layout(gpus=4, ulysses_degree=4)
 RING = Layout(gpus=2, ring_degree=2)
 _STATES = {"layer_types": ["linear_attention"] * 4}
 _ATTENTION = {**SMALL_MLP, "layer_types": ["linear_attention"] + ["full_attention"] * 3}
-_HEADS_OF_FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4}
+_HEADS_OF_FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
 DELTA_CASES: dict[str, dict[str, Any]] = {
     "adapters": {"settings": Settings(loss="chunked", **ADAPTED)},
     "adapters, kept": {"settings": Settings(**KEPT, **ADAPTED)},
@@ -136,6 +137,7 @@ DELTA_CASES: dict[str, dict[str, Any]] = {
 DELTA_USUAL = ("adapters, shared", "host", "odd", "around a ring", "around a ring, heads shared")
 
 _E4B = {
+    "num_hidden_layers": 4,
     "head_dim": 256,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

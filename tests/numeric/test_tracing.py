@@ -37,6 +37,7 @@ def trial(**changes) -> TrialSpec:
     return trial_of("tiny", **changes)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_trace_is_kept_for_whoever_asks_and_a_damaged_one_made_again(tmp_path, monkeypatch):
     made: list[TrialSpec] = []
     tracer = CachedTracer(tmp_path, kernel="cudnn", on_trace=made.append)

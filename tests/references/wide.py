@@ -2,13 +2,16 @@
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
+from inspect import getsource
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+THEIRS = "transformers."
 
 
 class float32_casts_lifted(TorchFunctionMode):  # noqa: N801 - read as `with float32_casts_lifted():`
@@ -38,12 +41,18 @@ class float32_casts_lifted(TorchFunctionMode):  # noqa: N801 - read as `with flo
 
 
 def lift_float32_casts(model: nn.Module) -> None:
-    """The same in every module of transformers, for good: a backward pass leaves all modes, and
-    recomputation needs this one.
+    """The same in every module of transformers that casts, for good: a backward pass leaves all
+    modes, and recomputation needs this one. A mode is asked about each call of PyTorch's.
     """
     for module in model.modules():
-        if any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
+        if _casts(type(module)):
             module.forward = _lifted(module.forward)
+
+
+@cache
+def _casts(kind: type[nn.Module]) -> bool:
+    of_theirs = (base for base in kind.__mro__ if base.__module__.startswith(THEIRS))
+    return any("float" in getsource(base.forward) for base in of_theirs if "forward" in vars(base))
 
 
 def _lifted(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +85,7 @@ def _is_asked_by_transformers() -> bool:
         _module(frame) == __name__ or _module(frame).partition(".")[0] == "torch"
     ):
         frame = frame.f_back
-    return _module(frame).startswith("transformers.")
+    return _module(frame).startswith(THEIRS)
 
 
 def _module(frame: FrameType) -> str:
