@@ -216,7 +216,9 @@ def test_the_share_that_nobody_typed_is_said_and_up_to_which_the_same_settings_f
     assert said[0] in prediction_tables.recommendation_answer(again)
 
 
-@pytest.mark.parametrize(("gpus", "said"), [(3, " (no more fits): safe, "), (2, ", predicted.")])
+@pytest.mark.parametrize(
+    ("gpus", "said"), [(3, " (no more fits): safe, "), (2, ", 11.07 GiB short, predicted ")]
+)
 def test_the_share_is_said_too_where_no_more_fits_or_nothing_does(gpus, said):
     asked: dict[str, Any] = {"trainer": "highwater", "offload": False, "gpus": f"{gpus}xH100-80GB"}
     told = prediction_tables.prediction_answer(predicted(8192, **asked))

@@ -234,10 +234,10 @@ def known_runs(name: str, own_trials: int = 0) -> str:
 
 
 def predicted_as(name: str, own_trials: int = 0) -> str:
-    """``predicted``, and for another trainer's step whose it is and what was measured."""
+    """``predicted``, for whose step if no answer names the trainer, and what was measured of it."""
     row = REGISTRY[name]
     if row.trains_by is None:
-        return "predicted"
+        return "predicted for highwater's engine" if name == OURS else "predicted"
     known = known_runs(name, own_trials) if own_trials else row.runs
     known = known or f"{row.title}'s own unmeasured"
     return f"predicted as {trainer_title(row.trains_by)}'s step, {known}"

@@ -94,7 +94,7 @@ def prediction_answer(
     how_many = _how_many(alternatives, prediction.gpus)
     in_bf16 = _in_bf16(answer, as_saved)
     if read is not None and longest is not None and farthest is not None:
-        text = _of_file(prediction, read, longest.answer, farthest.answer, changed)
+        text = _of_file(prediction, read, longest.explained, farthest.answer, changed)
     elif answer is None:
         source += how_many and f"; {how_many}"
         text = _nothing(prediction, source + in_bf16, longest, alternatives)
@@ -112,7 +112,7 @@ def prediction_answer(
 def _of_file(
     prediction: Prediction,
     read: "FileSettings",
-    within: CellPrediction | None,
+    within: CellPrediction,
     best: CellPrediction | None,
     changed: Recommendation | None,
 ) -> str:
@@ -130,9 +130,11 @@ def _of_file(
         left = "beyond its token budget"
     elif prediction.answer is not None:
         fits, left = "fits", f"{shown.risk}, {format_bytes(max(0, left_bytes))} left"
-    tokens = max(asked * (fits == "fits"), within.reach_tokens if within else 0)
+    tokens = max(asked * (fits == "fits"), within.reach_tokens)
     so = "so" if read.required else "as written"
-    far = f"{so} {format_tokens(tokens)} train" if tokens else f"{so} none"
+    far = f"{so} {format_tokens(tokens)} train"
+    if not tokens:
+        far = f"{so} not even {format_tokens(min(asked, within.does_not_fit_tokens or asked))}"
     second = f"No setting in it that saves memory {'trains longer' if tokens else 'changes that'}."
     made = read.changes_to(best.cell, best.reach_tokens) if best else ()
     if best is not None and made and best.reach_tokens > tokens:
@@ -568,7 +570,7 @@ def _would_fit(
 
 
 def _ended_by(found: Prediction | Recommendation, *, fits_shorter: bool) -> str:
-    """Words after a No on the one thing that ends it, if it is not the memory of each GPU."""
+    """Words after a No on the one thing that ends it, or on the memory that each GPU lacks."""
     if isinstance(found, Prediction):
         rows, usual = found.cells, found.memory_limit.usual_host
         there_bytes = found.memory_limit.host_bytes or 0
@@ -594,7 +596,14 @@ def _ended_by(found: Prediction | Recommendation, *, fits_shorter: bool) -> str:
     said = [each.partition(":")[0] for each in found.notes if each.startswith(HEADS_SHARE)]
     if found.gpus > 1 and traits is not None and traits.refused(["ulysses"]):
         said = ["one GPU has each sequence"]
-    return f": {said[0]}" if said and fits_shorter else ""
+    if said and fits_shorter:
+        return f": {said[0]}"
+    short = [
+        max(0, -(each.headroom_bytes or 0)) if each.lacks_bytes is None else each.lacks_bytes
+        for each, is_host in zip(rows, of_host, strict=True)
+        if not is_host
+    ]
+    return f", {format_bytes(min(short))} short" if short and min(short) else ""
 
 
 def _nearest(prediction: Prediction) -> tuple[CellPrediction, int]:
@@ -644,7 +653,10 @@ def _sentences_on(
     rows = fixed.get("sequences_per_micro_batch") or settings.traits.documents_together
     is_large = _usual_rows(found.cell, trainer) == 1 and settings.sequences_per_micro_batch > rows
     how, facts, host = _facts_of(found, *usual, peaks=peaks, is_scaled=is_scaled, is_large=is_large)
-    claim += " and host memory" * settings.uses_host + _by_its_file(found.cell, trainer)
+    layout, claim = found.cell.layout, claim + " and host memory" * settings.uses_host
+    degrees = (("Ulysses", layout.ulysses_degree), ("ring", layout.ring_degree))
+    claim += _in_brackets([f"{name} {degree}" for name, degree in degrees if degree > 1])
+    claim += _by_its_file(found.cell, trainer)
     text = f"{claim}{': ' * bool(facts)}{facts}. {source[:1].upper()}{source[1:]}."
     return f"{text} With {how}{'; ' * bool(host)}{host}."
 

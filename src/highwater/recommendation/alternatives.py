@@ -18,12 +18,13 @@ from highwater.nouns.cells import heads_obstacle
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import USUAL_GPUS_OF_A_MACHINE, flag_of, words_of
 from highwater.nouns.hardware import gpu_catalog, lacking, runs_trials
+from highwater.nouns.objective import TRAITS
 from highwater.nouns.recommendation import Alternative, AlternativeKind, Candidate, Recommendation
 from highwater.nouns.request import DECLARED
 from highwater.nouns.study import Cell, Study, counted_ranks
 from highwater.nouns.trainer import TRAINERS, AnyTrainer, trainer_title
 from highwater.recommendation.candidates import Goal, first_fit, token_budget, unknown_candidate
-from highwater.units import GIB, format_bytes, parse_memory
+from highwater.units import GIB, counted, format_bytes, parse_memory
 
 _MOST_MACHINES = 16
 """Machines tried at the most, each with all its GPUs."""
@@ -50,7 +51,7 @@ def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple
             more = more.replace(how_many=how_many * bool(more.how_many))
     is_whole = goal.where.machine_gpus >= USUAL_GPUS_OF_A_MACHINE  # then one more is at hand
     found = (
-        *(_first("technique", _rollouts(goal)), _first("technique", _shardings(goal)), more),
+        *(_first("technique", _rollouts(goal)), _first("technique", _rearranged(goal)), more),
         None
         if more and is_whole
         else _first("a larger GPU", _larger_gpus(goal, reserved_bytes, rollout_gpus)),
@@ -166,17 +167,30 @@ def _needed_technique(goal: Goal) -> Alternative:
     return Alternative(kind="technique", what=what)
 
 
-def _shardings(goal: Goal) -> Iterator[_Change]:
-    """Ways to share states among the same GPUs, where fewer of them, or fewer states, are shared:
-    typed so, or so in a user's file.
+def _rearranged(goal: Goal) -> Iterator[_Change]:
+    """The same training on the same GPUs: fewer sequences at once, and states that are shared among
+    more GPUs, or more of them; where it was typed otherwise, or a user's file has it so.
     """
     settings = goal.settings
+    for rows in halved(goal):
+        fewer = replace(goal, settings={**settings, "sequences_per_micro_batch": rows})
+        flags = ("--sequences-per-micro-batch", str(rows))
+        yield f"{counted(rows, 'sequence')} a micro-batch", flags, (), fewer
     if settings.get("copies", [1]) != [1]:
         one = replace(goal, settings={**settings, "copies": [1]})
         yield "one copy of the states, in shards (FSDP, as ZeRO-3)", ("--copies", "1"), (), one
     if settings.get("deepspeed") == "zero2":
         all_of_them = replace(goal, settings={**settings, "deepspeed": "zero3"})
         yield "ZeRO-3, which shards parameters too", ("--deepspeed", "zero3"), (), all_of_them
+
+
+def halved(goal: Goal) -> Iterator[int]:
+    """Fewer sequences of a micro-batch than the goal has, half as many each time; no half pair."""
+    together = TRAITS[goal.settings.get("objective", "sft")].documents_together
+    rows = goal.sequences
+    while rows > together:
+        rows = max(together, rows // 2 // together * together)
+        yield rows
 
 
 def _techniques(goal: Goal) -> Iterator[_Change]:

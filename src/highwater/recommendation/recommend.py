@@ -32,7 +32,12 @@ from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question, Study, counted_ranks, default_headroom_bytes
 from highwater.nouns.trainer import OURS, TRAINERS, AnyTrainer, TrainerName, predicted_trainer
-from highwater.recommendation.alternatives import alternatives, measured_cells, tried_recommendation
+from highwater.recommendation.alternatives import (
+    alternatives,
+    halved,
+    measured_cells,
+    tried_recommendation,
+)
 from highwater.recommendation.candidates import (
     Goal,
     candidate_of,
@@ -161,6 +166,14 @@ def _with_fewest_changes(
         for each in kept[::-1]:
             fewer = [more for more in kept if more != each]
             kept = fewer if of(fewer).fits else kept
+        for place, each in enumerate(kept):  # no smaller a batch than it must be
+            for rows in halved(goal) if "sequences_per_micro_batch" in every[each] else ():
+                larger = before.settings.replace(sequences_per_micro_batch=rows)
+                every |= (text := changes(goal.trainer, before.settings, larger))
+                tried = [*kept[:place], *text, *kept[place + 1 :]]
+                if of(tried).fits:
+                    kept, frees = tried, frees | dict.fromkeys(text, frees[each])
+                    break
         taken = of(kept) if of(kept).fits else found.chosen
         may_fit = (each for each in same if each.risk is not None)
         written = max(may_fit, key=lambda each: each.headroom_bytes or 0, default=written)
