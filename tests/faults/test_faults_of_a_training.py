@@ -49,7 +49,7 @@ each step asks anew."""
 SAME_BUT_FOR_SUMS = 1e-5
 """Float32 sums over rows, in another order."""
 WITHIN_S = 200
-LONG_ROW = 4096
+LONG_ROW = 2048
 
 
 class Trained(NamedTuple):
