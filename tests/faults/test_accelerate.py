@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import highwater
+from fork_server import TESTS
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -19,7 +20,15 @@ from trial_specs import trial_of
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = Path(__file__).parents[2] / "docs/results/other_trainers/hf_trainer.py"
-PROGRAM = "from accelerate.commands.accelerate_cli import main\nmain()\n"
+PROGRAM = f"""
+import subprocess, sys
+sys.path.append({str(TESTS)!r})
+import fork_server
+fork_server.Forked.fork = staticmethod(fork_server.fork_here)
+subprocess.Popen = fork_server.Forked
+from accelerate.commands.accelerate_cli import main
+main()
+"""
 LONG = 16384
 """A length whose logits of this model, in float32, are past what is left of the bound."""
 
