@@ -67,10 +67,8 @@ class Trained(NamedTuple):
 
     def words(self, output: str, *more: str) -> list[str]:
         named = ("--data", str(self.data), "--output", output, "--steps", str(STEPS), *more)
-        how = shlex.split(
-            "--length 256 --rows 4 --learning-rate 1e-3 --device cpu --memory 2GiB --save-every 1"
-        )
-        return ["highwater", "train", str(self.model), *how, *named]
+        how = "--length 256 --rows 4 --learning-rate 1e-3 --device cpu --memory 2GiB --save-every 1"
+        return ["highwater", "train", str(self.model), *how.split(), *named]
 
     def train(self, output: Path, **changes: Any) -> TrainingResult:
         asked: dict[str, Any] = {
