@@ -190,8 +190,8 @@ def test_verl_is_told_what_vllm_takes_beside_it(highwater):
 
 def test_for_verl_the_degrees_are_those_that_are_recommended(highwater):
     asked = ("Qwen3-8B", "--gpus", "4xH100-80GB", "--objective", "grpo", "--length", "64k")
-    asked = (*asked, "--host-memory", "900GiB", "--prompt-tokens", "2048", "--json")
-    values = json.loads(highwater("emit", "--for", "verl", *asked).stdout)["values"]
-    chosen = json.loads(highwater("recommend", "--trainer", "verl", *asked).stdout)["chosen"]
+    more = "--host-memory=900GiB", "--prompt-tokens=2048", "--allocator=expandable", "--json"
+    values = json.loads(highwater("emit", "--for", "verl", *asked, *more).stdout)["values"]
+    chosen = json.loads(highwater("recommend", "--trainer", "verl", *asked, *more).stdout)["chosen"]
     degree = values["actor_rollout_ref.actor.ulysses_sequence_parallel_size"]
     assert degree == chosen["cell"]["layout"]["ulysses_degree"] > 1

@@ -426,22 +426,22 @@ def test_every_flag_of_the_published_search_runs_a_small_model_on_the_cpu(search
     small = write_model(tmp_path / "small", vocab_size=1024, max_position_embeddings=2048)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "mine").write_text("not the search's")
-    (tmp_path / "short.yaml").write_text("max_length: 1024\n")  # attention's square is felt here
+    (tmp_path / "short.yaml").write_text("max_length: 512\n")  # attention's square is felt here
     done = search(
         *("--model_path", str(small), "--config", "short.yaml", "--log_dir", "logs"),
-        *("--checkpoint_path", "checkpoints", "--start_length", "1024", *GPUS_AND_SP),
+        *("--checkpoint_path", "checkpoints", "--start_length", "512", *GPUS_AND_SP),
         *("--trainer_strategy", "fsdp2", "--offload", "--entropy_saving"),
         *("--save_hf_checkpoint", "last"),
     )
     assert done.returncode == 0, done.stderr
     cells = ((1, 1), (2, 1), (2, 2))
     assert done.stdout.splitlines() == [
-        f"model_name = small, trainer_gpu_num = {gpus}, sp_num = {sp}, max_model_len = 1024"
+        f"model_name = small, trainer_gpu_num = {gpus}, sp_num = {sp}, max_model_len = 512"
         for gpus, sp in cells
     ]
     logs = tmp_path / "logs" / "small"
     assert {str(path.relative_to(logs)) for path in logs.rglob("model_len-*.log")} == {
-        f"gpu-{gpus}/sp-{sp}/model_len-1024.log" for gpus, sp in cells
+        f"gpu-{gpus}/sp-{sp}/model_len-512.log" for gpus, sp in cells
     }
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["mine"]
 

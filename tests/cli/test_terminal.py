@@ -126,7 +126,7 @@ def test_the_bar_of_a_training_stays_on_one_line_and_cuts_nothing(tiny, tmp_path
     words = (
         *("train", str(tiny), "--data", "data.jsonl", "--eval-data", "data.jsonl"),
         *("--length", "64", "--steps", "100", "--eval-every", "20", "--output", "run"),
-        *("--device", "cpu", "--memory", "4GiB"),
+        *("--rows", "1", "--device", "cpu", "--memory", "4GiB"),
     )
     shown = on_a_terminal(tmp_path, *words, columns=80).replace("\r\x1b[2K", "\n")
     bars = [line for line in plainly(shown) if "/100 " in line]

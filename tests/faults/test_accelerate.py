@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import highwater
+from fork_server import TESTS
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -19,13 +20,16 @@ from trial_specs import trial_of
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = Path(__file__).parents[2] / "docs/results/other_trainers/hf_trainer.py"
-PROGRAM = "from accelerate.commands.accelerate_cli import main\nmain()\n"
+PROGRAM = f"""import sys, subprocess; sys.path.append({str(TESTS)!r})
+from fork_server import Forked, fork_here
+Forked.fork, subprocess.Popen = staticmethod(fork_here), Forked
+from accelerate.commands import accelerate_cli; accelerate_cli.main()
+"""
 LONG = 16384
 """A length whose logits of this model, in float32, are past what is left of the bound."""
 
 
 def test_find_finds_the_capacity_of_a_launched_script(mark, wide, tmp_path, monkeypatch):
-    assert mark
     program = tmp_path / "accelerate"  # as pip makes it, of the Python that runs this
     program.write_text(f"#!{sys.executable}\n{PROGRAM}")
     program.chmod(0o755)

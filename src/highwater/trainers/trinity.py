@@ -182,8 +182,8 @@ def footprint(step: Step) -> Footprint:
         raise ModelError(
             f"the family {shape.model_type} scales or caps its logits in further buffers of their "
             f"size where that trainer runs it, which nobody measured",
-            hint="use a family with plain logits, for example `highwater predict Qwen3-8B --gpus "
-            "4xH100-80GB --trainer trinity`",
+            hint="use a family with plain logits, for example `highwater predict Qwen3-0.6B --gpus "
+            "1xH100-80GB --trainer trinity`",
         )
     wider = 0 if settings.lora is None else _WIDER_BYTES * policy_parameters(shape, settings)
     on_device = device_state_bytes(shape, settings, device=step.device)
