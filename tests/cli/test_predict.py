@@ -21,7 +21,7 @@ def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater):
     answer, longest, _, title, *_ = done.stdout.splitlines()
     native = "its native 40,960 tokens (longest: ≥1,048,576)"
     assert answer.startswith(f"Qwen3-8B trains {native} on 4 x A100-80GB: safe, ")
-    assert answer.endswith(" Predicted. With FSDP (as ZeRO-3).")
+    assert answer.endswith(" Predicted for highwater. With FSDP (as ZeRO-3).")
     assert longest.startswith("The longest is ")
     assert title == "Qwen3-8B on 4 x A100-80GB, 79.15 GiB each: predicted by formula"
     caveat = done.stdout.rstrip().splitlines()[-1]

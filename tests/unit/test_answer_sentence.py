@@ -28,7 +28,7 @@ from highwater.pages.study_answer import answer_table, study_answer
 from highwater.pages.table import TextTable, plain_table
 from highwater.store.journal import read_study
 from highwater.trials.simulated import SimulatedRunner
-from highwater.units import format_bytes, format_seconds, format_tokens
+from highwater.units import format_bytes, format_tokens
 from places import FOUND, RESULTS, ROOT, question_of
 from tables import deep, table
 from trial_specs import answer_of, study_found
@@ -46,7 +46,7 @@ def test_the_native_length_comes_first_and_then_the_longest_with_what_is_left():
     assert f"The longest is {format_tokens(best.capacity_tokens)} tokens with {settings}" in said
     assert format_bytes(best.footprint.host_bytes) in said
     assert f"{format_bytes(best.headroom_bytes)} of each GPU left" in said
-    assert f" {format_seconds(best.step.time_s)} a step, " in said.partition("longest")[2]
+    assert f" {best.step.tokens_per_s:,.0f} tokens/s, " in said.partition("longest")[2]
     on_gpu = max(c.capacity_tokens for c in found.cells if not c.cell.settings.uses_host)
     assert said.endswith(f" On the GPUs alone: {format_tokens(on_gpu)}.")
 

@@ -700,19 +700,20 @@ def settings_in_words(
     host_bytes: int | None = None,
     says_rows: bool = False,
     is_scaled: bool = False,
-    in_full: bool = False,
+    after_claim: bool = False,
 ) -> str:
     """Settings and degrees as the end of a sentence that says "with": ``expandable segments, a
     chunked loss and each sequence shared by 2 GPUs (Ulysses)``. ``host_bytes`` is the host memory
     that offload takes; ``says_rows`` asks for the sequences of a micro-batch, ``is_scaled`` says
-    that YaRN scales the positions; ``in_full`` asks for how several GPUs hold one copy, too.
+    that YaRN scales the positions; ``after_claim``, that a claim before it has the degrees: how
+    several GPUs hold one copy is said instead.
     """
     told = _words(settings, _IN_A_SENTENCE)
     first = [told.pop(name) for name in ("allocator", "loss", "entropy") if name in told]
     host = [told.pop("offload")] if "offload" in told else []
     takes = "" if host_bytes is None else f" ({format_bytes(host_bytes)} of it)"
     is_sharded = layout is not None and 1 == layout.replicate_degree < layout.gpus
-    sharding = ["FSDP (as ZeRO-3)"] * (in_full and is_sharded and settings.deepspeed == "none")
+    sharding = ["FSDP (as ZeRO-3)"] * (after_claim and is_sharded and settings.deepspeed == "none")
     said = [
         *other_training(settings),
         *sharding,
@@ -720,7 +721,7 @@ def settings_in_words(
         *told.values(),
         *(f"{each}{takes}" for each in host),
     ]
-    said += [] if layout is None else _of_layout(layout)
+    said += [] if layout is None else _of_layout(layout, has_degrees=not after_claim)
     if says_rows:
         said.append(f"{counted(settings.sequences_per_micro_batch, 'sequence')} a micro-batch")
     said += ["YaRN"] if is_scaled else []
@@ -769,11 +770,11 @@ def listed(words: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _of_layout(layout: Layout) -> list[str]:
+def _of_layout(layout: Layout, *, has_degrees: bool) -> list[str]:
     said: list[str] = []
-    if layout.ulysses_degree > 1:
+    if has_degrees and layout.ulysses_degree > 1:
         said.append(f"each sequence shared by {layout.ulysses_degree} GPUs (Ulysses)")
-    if layout.ring_degree > 1:
+    if has_degrees and layout.ring_degree > 1:
         said.append(f"a ring of {layout.ring_degree}")
     if layout.replicate_degree > 1:
         some = f"{layout.replicate_degree} copies of the model (as HSDP)"

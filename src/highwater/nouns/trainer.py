@@ -237,7 +237,7 @@ def predicted_as(name: str, own_trials: int = 0) -> str:
     """``predicted``, for whose step if no answer names the trainer, and what was measured of it."""
     row = REGISTRY[name]
     if row.trains_by is None:
-        return "predicted for highwater's engine" if name == OURS else "predicted"
+        return "predicted for highwater" if name == OURS else "predicted"
     known = known_runs(name, own_trials) if own_trials else row.runs
     known = known or f"{row.title}'s own unmeasured"
     return f"predicted as {trainer_title(row.trains_by)}'s step, {known}"

@@ -641,8 +641,8 @@ def _sentences_on(
     """Sentences on a cell that trains. ``peaks``: the phase in which its memory peaks. Their parts:
 
     Qwen3-8B trains 40,960 tokens on 4 x A100-80GB and host memory: [claim]
-    safe, peak 41.97 GiB, 2.43 GiB left, about 9,217 tokens/s (18 s a step). [facts]
-    Predicted. A million tokens take 1m 48s, 0.12 GPU-hours. [source; further sentences]
+    safe, peak 41.97 GiB, 2.43 GiB left, about 9,217 tokens/s. [facts]
+    Predicted for highwater. A million tokens take 1m 48s, 0.12 GPU-hours. [source, more]
     With a chunked loss and the layers' activations in host memory; [how]
     45.75 GiB of host memory. [host]
     """
@@ -694,9 +694,9 @@ def _facts_of(
             peak = f"peak {format_bytes(found.peak_bytes)}{peaks and f' while {peaks}'}"
             said += [peak, f"{left} left"]
     if step is not None:
-        each = f"{format_seconds(step.time_s)} a step"
-        each += " without generation" * bool(found.cell.settings.traits.outside_step)
-        said.append(each if is_second else f"about {step.tokens_per_s:,.0f} tokens/s ({each})")
+        alone = " without generation" * bool(found.cell.settings.traits.outside_step)
+        speed = f"{step.tokens_per_s:,.0f} tokens/s"
+        said.append(speed if is_second else f"about {speed}{alone}")
     if host_bytes is not None and host_bytes > layout.machine_gpus * PROCESS_BYTES:
         of_host = _of_host(host_memory_bytes, usual_host, settings)
         host = f"{format_bytes(host_bytes)} of host memory{of_host}"
@@ -708,7 +708,7 @@ def _facts_of(
         layout,
         says_rows=found.is_lowered or is_large,
         is_scaled=is_scaled,
-        in_full=not is_second,
+        after_claim=not is_second,
     )
     return how, ", ".join(said), host
 

@@ -92,7 +92,7 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
     footnotes = _footnotes(found, is_explained=False)
     if any(each.lacks_of == "device" and each.lacks_bytes for each in rows):
         spare = format_bytes(found.margin_bytes)
-        footnotes = (f"lacks: until the pessimistic end fits and {spare} are left; {footnotes[0]}",)
+        footnotes = (f"lacks: with {spare} to spare; {footnotes[0]}",)
     return table_of(
         f"{_title(found)}{shared if chosen else f'{shared}: nothing fits'}",
         rows,
@@ -105,7 +105,7 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
         _reach(found),
         ("tokens/s", lambda each: _step(each)[1]) if chosen else None,
         names=3 + (len(sources) > 1) + is_whole,
-        footnotes=(f"{footnotes[0]}; costs and environment: `--explain`",) if chosen else footnotes,
+        footnotes=(f"{footnotes[0]}; why: `--explain`",) if chosen else footnotes,
     )
 
 

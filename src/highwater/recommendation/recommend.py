@@ -161,8 +161,11 @@ def _with_fewest_changes(
     same = [e for e in rungs if e.cell.changed(**other).settings == before.settings]
     taken = min((e for e in same if e.fits), key=lambda e: simplicity(e.cell), default=None)
     if taken is None:
-        frees = {e: (of([e]).headroom_bytes or 0) - (written.headroom_bytes or 0) for e in every}
-        kept = sorted(every, key=frees.__getitem__, reverse=True)
+
+        def frees(each: str) -> int:
+            return (of([each]).headroom_bytes or 0) - (written.headroom_bytes or 0)
+
+        kept = sorted(every, key=frees, reverse=True)
         for each in kept[::-1]:
             fewer = [more for more in kept if more != each]
             kept = fewer if of(fewer).fits else kept
@@ -170,14 +173,13 @@ def _with_fewest_changes(
             for rows in halved(goal) if "sequences_per_micro_batch" in every[each] else ():
                 larger = before.settings.replace(sequences_per_micro_batch=rows)
                 every |= (text := changes(goal.trainer, before.settings, larger))
-                tried = [*kept[:place], *text, *kept[place + 1 :]]
-                if of(tried).fits:
-                    kept, frees = tried, frees | dict.fromkeys(text, frees[each])
+                if of(tried := [*kept[:place], *text, *kept[place + 1 :]]).fits:
+                    kept = tried
                     break
         taken = of(kept) if of(kept).fits else found.chosen
         may_fit = (each for each in same if each.risk is not None)
+        changed = tuple(FileChange(words=each, frees_bytes=frees(each)) for each in kept)
         written = max(may_fit, key=lambda each: each.headroom_bytes or 0, default=written)
-        changed = tuple(FileChange(words=each, frees_bytes=frees[each]) for each in kept)
         found = found.replace(as_written=written, changes=changed)
     rungs = sorted(dict.fromkeys((*found.candidates, taken)), key=lambda each: each.order)
     return found.replace(chosen=taken, candidates=tuple(rungs), own_file=own_file.name)
