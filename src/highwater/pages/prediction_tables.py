@@ -116,8 +116,8 @@ def _of_file(
     best: CellPrediction | None,
     changed: Recommendation | None,
 ) -> str:
-    """Lines on a user's own file: whose step is predicted, if its length fits as written, how far
-    it trains so (``within``) and with changes (``best``), and which changes its length needs.
+    """Lines on a user's own file: whose step is predicted, if its length fits as written, or which
+    change it needs first, how far it trains so (``within``), and with changes (``best``).
     """
     shown, native_tokens = prediction.explained, prediction.native_length_tokens
     asked = prediction.length_tokens or shown.does_not_fit_tokens or 0
@@ -137,29 +137,32 @@ def _of_file(
         far = f"{so} not even {format_tokens(min(asked, within.does_not_fit_tokens or asked))}"
     second = f"No setting in it that saves memory {'trains longer' if tokens else 'changes that'}."
     made = read.changes_to(best.cell, best.reach_tokens) if best else ()
+    fewest = changed.changes if changed and fits != "fits" else ()
+    if fewest:
+        change = fewest[0].words.partition(" (beside")[0]
+        left += f": change to {change}{' first' * (len(fewest) > 1)}"
     if best is not None and made and best.reach_tokens > tokens:
-        far += f", with changes {format_tokens(best.reach_tokens)}"
+        far += "" if fewest else f", with changes {format_tokens(best.reach_tokens)}"
         _, *told = _facts_of(best, *usual, is_scaled=True, is_second=True)
         what = listed([*made, *["YaRN"] * (best.reach_tokens > native_tokens)])
         second = f"The longest, {_tokens(best.reach_tokens, native_tokens)}, takes {what}: "
         second += f"{', '.join(filter(None, told))}."
     which = f"{plain(read.source)} at {format_tokens(asked)} tokens {fits} {_gpus(prediction)}"
     source += f", not as written but with {listed(read.required)}" * bool(read.required)
-    lines = f"P{source[1:]}: {which}, {left}; {far}.\n{second}"
+    first = f"P{source[1:]}: {which}, {left}; {far}."
     chosen, is_scaled = prediction.answer or (changed and changed.chosen), asked > native_tokens
     if chosen is None:
         would = _would_fit(changed.alternatives if changed else (), is_scaled=is_scaled)
-        return f"{lines}\n{would or _lacking(prediction)}"
+        return f"{first}\n{second}\n{would or _lacking(prediction)}"
     how, *told = _facts_of(chosen, *usual, is_scaled=is_scaled)
     words = f"As written, with {how}"
     if fits != "fits" or read.required:
-        fewest = changed.changes if changed and fits != "fits" else ()
         made = listed(read.changes_to(chosen.cell, asked)) or "nothing"
         made = _changed(fewest) if fewest else f"change to {made}"
-        beside = re.search(r" \(beside .*?\)", second)
-        made = made.replace(beside[0], "") if beside else made
+        if beside := re.search(r" \(beside .*?\)", made):
+            second = second.replace(beside[0], "")
         words = f"For {format_tokens(asked)} tokens {made}"
-    return f"{lines}\n{words}: {'; '.join(filter(None, told))}."
+    return f"{first}\n{words}: {'; '.join(filter(None, told))}.\n{second}"
 
 
 def _of_allocation(prediction: Prediction) -> str:
@@ -985,7 +988,8 @@ def data_answer(found: "DataLengths") -> str:
     """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
     documents = f"{found.documents:,} document{'s' * (found.documents > 1)}"
-    held = "about " * (found.bytes_per_token is not None) + format_tokens(found.whole_tokens)
+    is_estimate = found.bytes_per_token is not None
+    held = "about " * is_estimate + format_tokens(found.whole_tokens)
     first = f"{name}: {held} tokens hold {100 * found.whole_share:.4g} % of {documents} whole"
     then = ""
     if found.trained_by is not None:
@@ -1001,7 +1005,7 @@ def data_answer(found: "DataLengths") -> str:
         cut = (
             f"{longer:,} of {documents} ({longer / found.documents:.1%}) "
             f"{'is' if longer == 1 else 'are'} longer than {at} tokens; cut there, "
-            f"{_of(found.cut, found)} of your tokens are left"
+            f"{'about ' * is_estimate}{_of(found.cut, found)} of your tokens are left"
         )
         lines = (
             [f"{name}: {cut}", f"{held}{lines[0].partition(held)[2]}"]

@@ -141,7 +141,7 @@ def settings_of(
     if trainer not in FILE_WORDS:
         raise UsageError(
             f"{TRAINERS[trainer].step} is told by no file that is read here",
-            hint="leave `--trainer-config` out, or name its trainer: `--trainer axolotl`",
+            hint=f"leave `--trainer-config` out, or name its trainer: `--trainer {_whose(path)}`",
         )
     words, source = FILE_WORDS[trainer], path.name
     read = flat_fields if words.words else yaml_fields
@@ -206,6 +206,17 @@ def settings_of(
         del settings["token_budget"]
         notes.append(f"the token budget of {source} holds {held:,} tokens, and is left out")
     return FileSettings(settings, length_tokens, tuple(notes), trainer, source, held, required)
+
+
+def _whose(path: Path) -> str:
+    """The trainer that knows most of the fields in a user's file."""
+    config = flat_fields(file_content(path), path, hint="name the file that your trainer takes")
+
+    def known(row: FileWords) -> int:
+        words = {row.length, row.rows, row.targets, *row.rank, *row.alpha, *row.words, *row.passed}
+        return len(words & {*config})
+
+    return max(FILE_WORDS, key=lambda name: known(FILE_WORDS[name]))
 
 
 _AS_FIELDS: Mapping[str, Callable[[Any], Any]] = {
