@@ -302,7 +302,7 @@ def word_hint(
 def meant_word(name: str, value: str, words: Sequence[str]) -> str | None:
     """The word of ``words`` that a value of setting ``name`` means, or a sentence about it."""
     said = foreign_values().get(name, {}).get(value.lower().replace("_", "-"), "")
-    return said if said in words or " " in said else nearest(value, words)
+    return said if said in words or " " in said else nearest(value.lower(), words)
 
 
 @cache
