@@ -91,7 +91,7 @@ def prediction_answer(
     """
     answer, known = prediction.answer, prediction.calibration
     source = predicted_as(prediction.trainer, known.own_trials if known else 0)
-    how_many = _how_many(alternatives, prediction.gpus)
+    how_many = _how_many(alternatives)
     in_bf16 = _in_bf16(answer, as_saved)
     if read is not None and longest is not None and farthest is not None:
         text = _of_file(prediction, read, longest.explained, farthest.answer, changed)
@@ -316,6 +316,10 @@ def choice_answer(choice: "GpuChoice") -> str:
     elif best.hour_dollars is not None:
         which, dollars = "cheapest", f" for {best.hour_dollars:,.2f} dollars an hour"
     which = "fewest" if choice.is_one_kind else which
+    alone = [e for e in choice.offers if e.trained and not e.trained.cell.settings.uses_host]
+    least = min(alone, key=lambda each: each.gpus * each.device_bytes, default=best)
+    if which == "cheapest" and least is not best:
+        dollars += f" (smallest: {least.gpus} x {plain(least.device_name)})"
     claim = (
         f"{best.gpus} x {plain(best.device_name)} {'is' if best.gpus == 1 else 'are'} the {which} "
         f"of these to train {model} at {tokens}{dollars}"
@@ -399,7 +403,7 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
     """
     if (chosen := found.chosen) is None:
         source = predicted_as(found.trainer) if predicted_traits(found.trainer) else "measured"
-        how_many = _how_many(found.alternatives, found.gpus)
+        how_many = _how_many(found.alternatives)
         tokens = _tokens(found.length_tokens, found.native_length_tokens)
         text = f"No: {plain(found.model_name)} does not train at {tokens} on "
         fits_shorter = any(each.capacity_tokens for each in found.candidates)
@@ -438,7 +442,7 @@ def _chosen(found: Recommendation, chosen: Candidate, target: str | None = None)
     source += found.assumed and f". {found.assumed}"
     source += _in_its_file(chosen.cell, target or found.trainer, found.length_tokens)
     tokens = _tokens(found.length_tokens, found.native_length_tokens, found.rollout)
-    where, how_many = _where(found, target), _how_many(found.alternatives, found.gpus)
+    where, how_many = _where(found, target), _how_many(found.alternatives)
     claim += f"{plain(found.model_name)} trains {tokens} on {where}{how_many and f' ({how_many})'}"
     host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
     return _sentences_on(
@@ -494,9 +498,9 @@ def _where(found: Prediction | Recommendation, target: str | None = None) -> str
     return f"{_gpus(found)}{by}"
 
 
-def _how_many(alternatives: Sequence[Alternative], gpus: int) -> str:
-    """Text on how many GPUs suffice, for an answer on 1, as if no number was typed; else empty."""
-    return next((plain(each.how_many) for each in alternatives if gpus == 1 and each.how_many), "")
+def _how_many(alternatives: Sequence[Alternative]) -> str:
+    """Text on how many GPUs suffice, where that is more than those of the question; else empty."""
+    return next((plain(each.how_many) for each in alternatives if each.how_many), "")
 
 
 def _gpus(found: Prediction | Recommendation) -> str:
