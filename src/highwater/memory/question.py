@@ -80,9 +80,7 @@ def predicted_question(
     if is_zero:
         del settings["deepspeed"]
     if settings.get("rollout") and refused_settings(trainer, {"prompt_tokens": -1}):
-        settings.pop(
-            "prompt_tokens", None
-        )  # its step has prompts of its own; the rollout has these
+        settings.pop("prompt_tokens", None)  # the rollout has them; the step has its own
     if length_tokens is not None:
         for row in TOPICS["lengths"]:
             if row.name in settings:

@@ -234,7 +234,9 @@ def known_runs(name: str, own_trials: int = 0) -> str:
 
 
 def predicted_as(name: str, own_trials: int = 0) -> str:
-    """``predicted``, for whose step if no answer names the trainer, and what was measured of it."""
+    """``predicted for highwater``; for another trainer ``predicted``, and whose step stands for its
+    own, if another's does, and what was measured.
+    """
     row = REGISTRY[name]
     if row.trains_by is None:
         return "predicted for highwater" if name == OURS else "predicted"

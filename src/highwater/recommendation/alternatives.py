@@ -168,8 +168,8 @@ def _needed_technique(goal: Goal) -> Alternative:
 
 
 def _rearranged(goal: Goal) -> Iterator[_Change]:
-    """The same training on the same GPUs: fewer sequences at once, and states that are shared among
-    more GPUs, or more of them; where it was typed otherwise, or a user's file has it so.
+    """The same training on the same GPUs: fewer sequences at once, one copy of the states where
+    several were typed or stand in a user's file, and ZeRO-3 where that was ZeRO-2.
     """
     settings = goal.settings
     for rows in halved(goal):
