@@ -207,8 +207,8 @@ def test_tokens_that_are_none_are_refused_and_more_gpus_than_named_noted():
 def test_beside_a_bill_more_sequences_of_a_short_length_cost_less(highwater, objective, share):
     asked = ("predict", "Qwen3-14B", "--gpus", "2xH100-80GB", "--lora", "16", "--length", "1500")
     bill = ("--tokens", "180M", "--price", "2.40", "--objective", objective)
-    alone = highwater(*asked, *bill).stdout
     bills = r"-hours, ([\d.]+) dollars, or .*-hours, ([\d.]+) dollars with `(--seq.* \d+)`\. "
-    plain, less, flag = re.search(bills, alone).groups()
+    plain, less, flag = re.search(bills, highwater(*asked, *bill).stdout).groups()
     assert f"-hours, {less} dollars." in highwater(*asked, *bill, *flag.split()).stdout
     assert float(less) < share * float(plain)
+    assert ", or " not in highwater(*asked, *bill, "--token-budget", "16k").stdout.splitlines()[0]

@@ -81,6 +81,12 @@ def test_generation_is_said_to_be_outside_the_seconds_of_a_step(highwater, asked
     assert said not in highwater(*words, "sft").stdout
 
 
+def test_what_is_named_next_beside_a_rollout_is_emitted(highwater):
+    asked = "Qwen3-8B --gpus 4xA100-80GB --length 32k --trainer trl --objective grpo --rollout vllm"
+    done = highwater("recommend", *asked.split(), "--prompt-tokens", "1024")
+    assert highwater(*following(done)).returncode == 0
+
+
 def test_a_host_that_is_nearly_full_is_not_safe(highwater):
     words = ("predict", "Llama-3.1-70B", "--gpus", "8xA100-80GB", "--length", "64k")
     full = highwater(*words, "--host-memory", "1152GiB").stdout

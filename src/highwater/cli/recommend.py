@@ -127,7 +127,8 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
         flags = trial_flags(found.chosen.cell, found.length_tokens, foreign)
         return shlex.join(("highwater", "try", model, *flags, *trial_limits(arguments)))
     if is_emitted and not arguments.list_:
-        words = words_again(arguments, drop=("--trainer",))
+        unknown = ["--prompt-tokens"] * ("prompt_tokens" not in TARGETS[trainer.targets[0]].knows)
+        words = words_again(arguments, drop=("--trainer", *unknown))
         return shlex.join(("highwater", "emit", "--for", trainer.targets[0], model, *words))
     return shlex.join(("highwater", "recommend", model, *words_again(arguments)))
 

@@ -290,7 +290,7 @@ def fuller_rows(prediction: Prediction) -> int | None:
     or if there is none.
     """
     length_tokens, cell = prediction.length_tokens, prediction.explained.cell
-    if prediction.cost is None or length_tokens is None:
+    if prediction.cost is None or length_tokens is None or cell.settings.token_budget_tokens:
         return None
     degree, together = cell.layout.context_degree, cell.settings.traits.documents_together
     if cell.settings.sequences_per_micro_batch * length_tokens >= _FEW_TOKENS * degree:
