@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import SIMULATED, following, offered, refusal
 
+from highwater.trainers.trl.words import VERSION
 from tables import table
 from tiny_models import write_model
 
@@ -276,7 +277,7 @@ def test_what_trl_needs_is_answered_without_a_gpu(highwater):
     assert done.returncode == 0
     assert done.stdout == (
         "Yes: Qwen3-4B trains 131,072 tokens (3.2 x native 40,960) on 1 x H200-141GB for "
-        "TRL's trainer: safe, peak 100.04 GiB, 39.76 GiB left. Predicted. "
+        f"TRL {VERSION.removesuffix('.0')}: safe, peak 100.04 GiB, 39.76 GiB left. Predicted. "
         "With expandable segments, a chunked loss and YaRN.\n"
         "\n"
         "Qwen3-4B on 1 x H200-141GB, 139.80 GiB each, 131,072* tokens, trained by TRL: predicted "

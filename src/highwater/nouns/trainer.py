@@ -88,7 +88,7 @@ REGISTRY: Mapping[str, Registered] = {
         "the one search with accelerate that was measured held more",
         trained="accelerate's scripts",
     ),
-    "trl": Registered("TRL", "trl"),
+    "trl": Registered("TRL", "trl", trained="TRL 1.16"),
     "transformers": Registered("Hugging Face", "hugging_face"),
     "llamafactory": Registered(
         "LLaMA-Factory", "llamafactory", "transformers", lacks=frozenset(("activations",))

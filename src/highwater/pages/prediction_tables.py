@@ -478,7 +478,7 @@ def _in_brackets(notes: Sequence[str]) -> str:
 
 
 def _for_trainer(trainer: AnyTrainer, target: str | None = None) -> str:
-    """Text: `` for TRL's trainer``, or the one whose files are written; empty for our engine."""
+    """Text: `` for TRL 1.16``, or who writes the files; empty for our engine."""
     row = REGISTRY[target or trainer]
     trained = row.trained or f"{row.title}'s trainer"
     by = f" with {row.title}" if predicted_traits(trainer) is None else f" for {trained}"
