@@ -271,5 +271,5 @@ def test_trls_pairs_beside_zero_3_are_answered_as_fsdp2_and_that_is_said():
     assert "`precompute_ref_log_probs: true`" in prediction_answer(found)
     sharded = highwater.predict("Mistral-7B-v0.3", trainer="trl", **asked)
     assert found.cells == sharded.cells
-    with pytest.raises(UsageError, match="deepspeed"):
-        highwater.predict("Mistral-7B-v0.3", trainer="trl", deepspeed="zero2", **asked)
+    ringless = highwater.predict("Qwen3-8B", gpus="8xH100-80GB", trainer="trl", deepspeed="zero3")
+    assert {each.cell.layout.ring_degree for each in ringless.cells} == {1}

@@ -120,6 +120,7 @@ def test_trls_file_has_length_and_rank_and_accelerates_how_all_is_shared(tmp_pat
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(FSDP))
     zero = predicted(tmp_path, "trl", TRL | {"deepspeed": "zero3"}, gpus="2")
     assert any("taken as FSDP2" in note for note in zero.notes)
+    assert {each.cell.layout.ring_degree for each in zero.cells} == {1}
     shared = predicted(tmp_path, "trl", TRL | {"accelerate_config": "launch.yaml"}, gpus="2")
     assert shared.cells[0].cell.layout.shard_degree == 2
     of_file: dict[str, Any] = {"gpus": "4", "length": "16k"}

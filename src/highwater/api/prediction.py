@@ -14,7 +14,7 @@ from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.rollout import rollout_of
 from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.question import UNMEASURED, PredictionTask, memory_limit_of, prediction_of
+from highwater.memory.question import PredictionTask, memory_limit_of, prediction_of, unmeasured
 from highwater.memory.trainers import MEMORY, calibration_of, predict_untraced, untimed
 from highwater.model.model import load_model
 from highwater.nouns.cells import simplicity
@@ -120,9 +120,8 @@ def predict(
     if exact and memory_limit.rollout is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
     first = question.cells[0].settings
-    unmeasured = [name for name in UNMEASURED if getattr(first, name) not in ("none", False)]
-    if exact and (unmeasured or settings.get("attention") == "block_sparse"):
-        what = "DeepSpeed" if unmeasured else "block-sparse attention"
+    if exact and (unmeasured(first) or settings.get("attention") == "block_sparse"):
+        what = "DeepSpeed" if unmeasured(first) else "block-sparse attention"
         what = "paged moments" if first.paged else what
         raise UsageError(f"steps with {what} are not traced", hint="leave `--exact` out")
     method: PredictionMethod = "trace" if exact else "formula"
@@ -144,8 +143,7 @@ def predict(
     if amount is not None and memory_limit.rollout is not None:
         problem = "what training costs beside a rollout: how long it generates is not predicted"
         raise UsageError(problem, hint="leave `--price` and `--tokens` out")
-    every_note = (*said, *notes, *(UNMEASURED[name] for name in unmeasured))
-    every_note += () if amount is None else untimed(trainer)
+    every_note = (*said, *notes, *(() if amount is None else untimed(trainer)))
     task = PredictionTask(
         question=question,
         where=where,

@@ -25,6 +25,7 @@ from highwater.nouns.plan import other_class
 from highwater.nouns.recommendation import Aim, Candidate, Recommendation
 from highwater.nouns.request import request_from, trial_flags
 from highwater.nouns.trainer import (
+    OF_OTHERS,
     OURS,
     REGISTRY,
     TrainerName,
@@ -116,7 +117,8 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     if found.chosen is None:
         return _next_without_any(arguments, found, model)
     foreign = foreign_name(found.trainer)
-    is_own = "trainer_config" not in vars(arguments)  # the user's file is not written again
+    typed = vars(arguments)  # no user's file is written again, and none with these settings
+    is_own = "trainer_config" not in typed and not any(typed.get(name) for name in OF_OTHERS)
     is_alone = is_own and found.rollout is None  # no trial runs a rollout
     has_trial = is_alone and is_tried(found.chosen.cell, found.device_name, foreign)
     is_emitted = is_own and trainer.targets and not found.chosen.cell.layout.is_several_machines

@@ -78,7 +78,7 @@ def predicted_question(
     no_zero = TRAINERS[trainer].is_watched and TRAINERS[trainer].refused(["deepspeed"])
     is_zero = bool(no_zero) and settings.get("deepspeed") == "zero3"
     if is_zero:
-        del settings["deepspeed"]
+        settings = without_zero(model, settings)
     if settings.get("rollout") and refused_settings(trainer, {"prompt_tokens": -1}):
         settings.pop("prompt_tokens", None)  # the rollout has them; the step has its own
     if length_tokens is not None:
@@ -104,7 +104,32 @@ def predicted_question(
         notes += (BASIS_IN_WORDS["of_wide_heads"],)
     if shape.delta is not None and trainer == OURS:
         notes += (BASIS_IN_WORDS["of_an_operator"],)
-    return question, notes
+    return question, notes + tuple(UNMEASURED[n] for n in unmeasured(cells[0].settings))
+
+
+def unmeasured(settings: Settings) -> list[str]:
+    """Names of the settings that are predicted by a source, and were not measured."""
+    return [name for name in UNMEASURED if getattr(settings, name) not in ("none", False)]
+
+
+_NEEDS_FSDP = {
+    "ring": "a ring is FSDP2's context parallelism: with DeepSpeed there is none",
+    "copies": "DeepSpeed's ZeRO shares states among all GPUs: there are no copies",
+    "ulysses": "with DeepSpeed's own Ulysses only models with windows are predicted",
+}
+
+
+def without_zero(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with FSDP2 in the place of ZeRO-3, and with no ring. Raises UsageError for a typed
+    way to share among GPUs that DeepSpeed lacks, or with which its own is not predicted.
+    """
+    degrees = request_from({"model": model, **settings}, keywords=True)
+    for name, problem in _NEEDS_FSDP.items():
+        has_own = name == "ulysses" and not load_model(model).shape.has_plain_attention
+        if not has_own and {1, *(getattr(degrees, name) or ())} != {1}:
+            hint = f"leave `--{name}` out, or DeepSpeed: FSDP2 shards as ZeRO-3 does, and has rings"
+            raise UsageError(problem, hint=hint)
+    return {**{n: v for n, v in settings.items() if n != "deepspeed"}, "ring": [1]}
 
 
 def _requests(

@@ -152,6 +152,9 @@ class _FirstFields(DeclaredRecord, frozen=True, kw_only=True):
         (1,),
         "ring degrees: GPUs, or groups of --ulysses GPUs, that share one sequence by passing "
         "keys and values on",
+        defaults=dict.fromkeys(
+            ("predict", "recommend", "emit"), "1; with `--trainer trl` every one that divides GPUs"
+        ),
     )
     copies: tuple[int, ...] | None = kinds.COUNTS(
         None,

@@ -11,6 +11,7 @@ from highwater.nouns.codec import Record
 from highwater.nouns.declaration import (
     IN_A_STEP,
     MOST_SEQUENCES,
+    PAPER,
     PREDICTING_COMMANDS,
     TRAINED,
     TRIAL_COMMANDS,
@@ -121,7 +122,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         "all",
         "a chunked loss in the step of Hugging Face's Trainer: beside all of Liger's kernels, or "
         "loss: beside transformers' own layers",
-        commands=("predict",),
+        commands=PAPER,
         labels={"loss": "fused-loss-alone"},
         told={"loss": ("Liger's loss alone",) * 2},
     )
@@ -147,7 +148,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         False,
         "the optimizer is bitsandbytes' paged one: CUDA moves its moments between GPU and host; in "
         "the step of Hugging Face's Trainer",
-        ("predict",),
+        PAPER,
         labels={True: "paged"},
         told={True: ("moments paged", "the optimizer's moments in paged memory")},
     )
@@ -176,7 +177,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         "none",
         "share states by DeepSpeed in the place of FSDP, in the step of Hugging Face's Trainer: "
         "ZeRO-2 or ZeRO-3; -offload: the optimizer in host memory, with zero3 the parameters, too",
-        commands=("predict",),
+        commands=PAPER,
         other_label="{}",
         told={...: ("DeepSpeed {}",) * 2},
     )
@@ -185,7 +186,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         None,
         "numbers of DeepSpeed's bucket of gradients, `reduce_bucket_size`; default: the square of "
         "the hidden size, as `auto` has it",
-        ("predict",),
+        PAPER,
         example=500_000_000,
         other_label="bucket-{}",
         told={...: ("buckets of {}", "gradients in buckets of {}")},

@@ -126,12 +126,13 @@ def recommend(
     found = _with_fewest_changes(found, goal, own_file, read.settings)
     required = (FileChange(words=e, frees_bytes=None) for e in read.required if found.chosen)
     found = found.replace(changes=(*found.changes, *required))
-    others, own = list(found.alternatives), read.settings.items()
+    others, own = list(found.alternatives), read.of_a_step.items()
     for place, each in enumerate(others):
         if each.cell and any(getattr(each.cell.settings, n, v) != v for n, v in own):
             said = each.how_many and f"{each.how_many}, with changes to {own_file.name}"
             others[place] = each.replace(how_many=said)
-    return found.replace(notes=(*read.notes, *found.notes), alternatives=tuple(others))
+    notes = tuple(dict.fromkeys((*read.notes, *found.notes)))
+    return found.replace(notes=notes, alternatives=tuple(others))
 
 
 def _with_fewest_changes(

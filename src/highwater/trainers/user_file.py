@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
-from highwater.memory.question import KEPT_REFERENCE, UNMEASURED, ZERO_NOTE
+from highwater.memory.question import KEPT_REFERENCE, ZERO_NOTE
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import Record, packaged
 from highwater.nouns.environment import ENV_IN_WORDS
@@ -110,6 +110,11 @@ class FileSettings(NamedTuple):
     """Changes without which the file trains by a step that is not predicted."""
 
     @property
+    def of_a_step(self) -> dict[str, Any]:
+        """The settings that the trainer's step has: without ZeRO-3 that is taken as FSDP2."""
+        return {n: v for n, v in self.settings.items() if not TRAINERS[self.trainer].refused([n])}
+
+    @property
     def kept(self) -> dict[str, Any]:
         """The settings but for those that a recommendation chooses itself."""
         chosen = _CHOSEN if FILE_WORDS[self.trainer].words else ()
@@ -159,7 +164,7 @@ def settings_of(
     found = {} if words.words else _sharing(config, launcher, path, gpus)
     if not is_known and found.get("deepspeed") == "zero3":
         notes.append(ZERO_NOTE)
-        found = {}
+        found = {"deepspeed": "zero3"}
     if words.length:
         if "copies" in found and "copies" not in typed:
             notes.append(f"{source} shards nothing; FSDP from elsewhere is `--copies 1`")
@@ -194,13 +199,13 @@ def settings_of(
     # a field that belongs to a typed setting is not taken from the file
     given |= {own for name, own in (("loss", "liger"), ("optimizer", "paged")) if name in given}
     taken = {name: value for name, value in found.items() if name not in given}
-    refused = TRAINERS[trainer].refused(taken)
+    is_fsdp2 = {"deepspeed"} if ZERO_NOTE in notes else set[str]()
+    refused = [name for name in TRAINERS[trainer].refused(taken) if name not in is_fsdp2]
     for name in refused:
         if taken[name] != RUNG_ROWS[name].default:
             value = "false" if name == "recompute" else taken[name]
             raise _unknown(source, _THEIRS.get(name, name), value)
     settings = {name: value for name, value in taken.items() if name not in refused}
-    notes += [said for name, said in UNMEASURED.items() if settings.get(name, "none") != "none"]
     held = settings.get("token_budget", 0) * settings.get("ulysses", [0])[0] or None
     if held is not None and held < ((length_tokens if length is None else length) or 0):
         del settings["token_budget"]
@@ -311,9 +316,10 @@ def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) ->
                 told = _of_a_trial(spec.settings, content, is_launched=is_launched)
                 read = settings_of(trainer, path, gpus=spec.layout.gpus, typed=dict.fromkeys(told))
                 notes |= dict.fromkeys(read.notes)
-                copies = read.settings.pop("copies", [spec.layout.replicate_degree])
+                own = read.of_a_step
+                copies = own.pop("copies", [spec.layout.replicate_degree])
                 layout = spec.layout.replace(replicate_degree=copies[0])
-                settings = spec.settings.replace(**read.settings)
+                settings = spec.settings.replace(**own)
                 spec = spec.replace(settings=settings, layout=layout)
             refuse(spec, study.question.model.shape)
         except UsageError as error:
