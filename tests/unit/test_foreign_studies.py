@@ -261,7 +261,7 @@ def test_a_file_that_is_not_as_it_was_is_refused_until_it_is_back(tmp_path, is_g
 
 def test_what_nobody_predicts_shares_sequences_or_was_not_read_teaches_nothing(tmp_path):
     config = config_in(tmp_path, PLAIN | {"use_dora": True})
-    with pytest.raises(UsageError, match="use_dora: True, with which nobody predicts"):
+    with pytest.raises(UsageError, match="use_dora: True, which is not predicted"):
         answered(tmp_path, study_of([1.0], config=config))
     ring = study_of([1.0], layout=Layout(gpus=2), recorded=FULL)
     shared = msgspec.structs.replace(ring.trials[0].spec, layout=Layout(gpus=2, ring_degree=2))

@@ -23,6 +23,7 @@ from tables import table
 OWN = table("user_file", "own")
 """Files by trainer; those of the other tables are changed ones, of other trainers whole."""
 AXOLOTL, LLAMAFACTORY, TRL, VERL = (OWN[n] for n in ("axolotl", "llamafactory", "trl", "verl"))
+ROWS, BY_TOKENS = FILE_WORDS["verl"].rows, FILE_WORDS["verl"].by_tokens
 MS_SWIFT = table("user_file", "zero3")
 FSDP: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
@@ -178,6 +179,14 @@ def test_verls_own_lengths_and_budget_say_how_far_it_trains(tmp_path: Path):
     assert any("holds 16,384 tokens" in note for note in longer.notes)
     (note,) = settings_of("verl", tmp_path / "own.yaml", gpus=2, typed={}).notes
     assert note == "own.yaml is for 4 GPUs, and 2 are asked about"
+    assert predicted(tmp_path, "verl", VERL | {ROWS: 4}, **asked).cells == within.cells
+    counted = predicted(tmp_path, "verl", VERL | {BY_TOKENS: False, ROWS: 4}, **asked)
+    assert (settings(counted).sequences_per_micro_batch, counted.answer) == (4, None)
+    read = settings_of("verl", tmp_path / "own.yaml", gpus=4, typed={})
+    assert read.changes_to(within.answer.cell, 16_384) == (f"`{ROWS.split('.')[-1]}: 1`",)
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(VERL | {BY_TOKENS: None}))
+    read = settings_of("verl", tmp_path / "own.yaml", gpus=4, typed={})
+    assert read.required == ("`use_dynamic_bsz: true`",)
 
 
 @pytest.mark.parametrize(("what", "trainer", "changed"), table("user_file", "refused"))

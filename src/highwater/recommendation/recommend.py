@@ -124,7 +124,7 @@ def recommend(
     if own_file is None or read is None:
         return found
     found = _with_fewest_changes(found, goal, own_file, read.settings)
-    required = (FileChange(words=e, frees_bytes=None) for e in read.required if found.chosen)
+    required = (FileChange(words=e, frees_bytes=None) for e in read.required if found.own_file)
     found = found.replace(changes=(*found.changes, *required))
     others, own = list(found.alternatives), read.of_a_step.items()
     for place, each in enumerate(others):

@@ -215,10 +215,11 @@ def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
     """
     is_offloaded = named.get("offload", False) is not False
     published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]
+    rows = "sequences_per_micro_batch"
     names = (
         *_ALWAYS,
         *(("allocator",) if is_offloaded else ()),
-        *(() if "token_budget" in named else ("sequences_per_micro_batch",)),
+        *(() if {"token_budget", rows} & {*named} else (rows,)),
     )
     fields: dict[str, Any] = {name: getattr(published, name) for name in names}
     fields["prompt_tokens"] = PROMPT_TOKENS

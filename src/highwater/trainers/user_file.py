@@ -35,6 +35,8 @@ class FileWords(Record, frozen=True, kw_only=True):
 
     length: str = ""
     rows: str = "per_device_train_batch_size"
+    by_tokens: str = ""
+    """Field by which tokens of a GPU say how large a micro-batch is; else ``rows`` does."""
     rank: tuple[str, int] = ("", 0)
     """Field of LoRA's rank, and its default."""
     alpha: tuple[str, int | None] = ("lora_alpha", None)
@@ -123,16 +125,20 @@ class FileSettings(NamedTuple):
     def changes_to(self, cell: Cell, length_tokens: int) -> tuple[str, ...]:
         """Changes to the file, in its own keys, with which a cell trains a length."""
         settings, own, degree = cell.settings, self.settings, cell.layout.context_degree
-        words = FILE_WORDS[self.trainer].words
-        if not words:
+        row = FILE_WORDS[self.trainer]
+        if not row.words:
             taken = {n: own[n] for n in (*SAVING, "sequences_per_micro_batch") if n in own}
             before = settings.replace(**taken, allocator="native")
             return (*self.required, *changes(self.trainer, before, settings))
         budget_tokens = -(-settings.sequences_per_micro_batch * length_tokens // degree)
         told = dict(zip(_CHOSEN, ([degree], budget_tokens, settings.offloads_model), strict=True))
-        named = {n: told[w] for n, w in words.items() if w in told and told[w] != own.get(w)}
+        if (rows := "sequences_per_micro_batch") in own:
+            told = {**told, rows: getattr(settings, rows), "token_budget": own.get("token_budget")}
+        words = {**row.words, row.rows: rows}.items()
+        named = {n: told[w] for n, w in words if w in told and told[w] != own.get(w)}
         texts = (f"{n.rpartition('.')[2]}: {v}".lower() for n, v in named.items())
-        return tuple(dict.fromkeys(f"`{text.translate({91: None, 93: None})}`" for text in texts))
+        said = (f"`{text.translate({91: None, 93: None})}`" for text in texts)
+        return tuple(dict.fromkeys((*self.required, *said)))
 
 
 def settings_of(
@@ -185,6 +191,8 @@ def settings_of(
             found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
     elif words.words:
         found = _by_words(words, config, source, gpus, notes)
+        if "token_budget" in found and not config.get(words.by_tokens):
+            required = (f"`{words.by_tokens.rpartition('.')[2]}: true`",)
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, words.targets, words.optimizer, *_ALL.known, *_ALL.refused}
@@ -238,7 +246,10 @@ def _by_words(
     UsageError for other values of what has only one.
     """
     keys: dict[str, str] = {}
+    is_counted = bool(config.get(words.rows)) and not config.get(words.by_tokens)
     for key, word in words.words.items():
+        if is_counted and (word == "token_budget" or key.endswith("use_dynamic_bsz")):
+            continue
         if config.get(key) is not None and isinstance(word, str):
             keys.setdefault(word, key)
         elif config.get(key) not in (None, word):
@@ -246,12 +257,15 @@ def _by_words(
     found = {n: _AS_FIELDS.get(n, lambda v: v)(config[key]) for n, key in keys.items()}
     found |= {n: _whole(config, keys[n], source) for n in ("ulysses", "token_budget") if n in keys}
     found["ulysses"] = [found.get("ulysses", 1)]
+    rows = "sequences_per_micro_batch"
+    found |= {rows: _whole(config, words.rows, source)} if is_counted else {}
     if "response_tokens" in keys:
         parts = ("prompt_tokens", "response_tokens")
         found["length"] = sum(_whole(config, keys.get(n, ""), source, usual=512) for n in parts)
     if (of_file := found.get("gpus", gpus)) != gpus:
         notes.append(f"{source} is for {of_file} GPUs, and {gpus} are asked about")
-    names = {"length", *_CHOSEN, *(RolloutRequest.__struct_fields__ if "rollout" in found else ())}
+    names = {"length", rows, *_CHOSEN}
+    names |= {*RolloutRequest.__struct_fields__} if "rollout" in found else set()
     names |= {"lora", "lora_alpha", "lora_targets"} if found.get("lora") else set()
     return {"offload": False, **{n: value for n, value in found.items() if n in names}}
 
@@ -492,4 +506,4 @@ def _unknown(source: str, name: str, value: Any) -> UsageError:
         hint = f"without the file `--trainer trl --objective {objective}` predicts TRL's step"
     if name == _THEIRS["recompute"]:
         hint = f"write `{name}: true` into it: it frees most of what layers keep, and is predicted"
-    return UsageError(f"{source} has {name}: {value}, with which nobody predicts memory", hint=hint)
+    return UsageError(f"{source} has {name}: {value}, which is not predicted", hint=hint)
