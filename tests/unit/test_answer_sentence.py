@@ -106,6 +106,7 @@ def test_the_file_of_a_trainer_that_counts_a_gpus_tokens_has_them_by_its_own_fie
     found = recommend("Qwen3-4B", gpus="4xH100-80GB", length="32k", trainer="trinity")
     degree, tokens = found.chosen.cell.layout.ulysses_degree, found.chosen.token_budget_tokens
     second = in_lines(recommendation_answer(found, "verl")).splitlines()[1]
+    assert second.startswith("In its file `use_dynamic_bsz` is true, ")
     assert f"size` is {degree}, and `ppo_max_token_len_per_gpu` {tokens}." in second
 
 

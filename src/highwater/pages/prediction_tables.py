@@ -393,8 +393,8 @@ def _in_its_file(cell: Cell, trainer: str, length_tokens: int) -> str:
     field, degree = REGISTRY[trainer].tokens_field, cell.layout.ulysses_degree
     tokens = -(-cell.settings.sequences_per_micro_batch * length_tokens // degree)
     tokens = cell.settings.token_budget_tokens or tokens
-    said = f". In its file `ulysses_sequence_parallel_size` is {degree}, and `{field}` {tokens}"
-    return said * bool(field)
+    said = f"`ulysses_sequence_parallel_size` is {degree}, and `{field}` {tokens}"
+    return f". In its file `use_dynamic_bsz` is true, {said}" * bool(field)
 
 
 def recommendation_answer(found: Recommendation, target: str | None = None) -> str:
