@@ -139,7 +139,9 @@ def test_other_gpus_are_predicted_by_the_formula_and_labelled():
     reserved = 16 * KIB * a100.tokens * (peak + MIB) / peak
     assert reserved <= a100.memory_bytes - 512 * MIB < 1.125 * reserved
     assert not a100.is_least
-    assert "V100" not in {each.gpu for each in summary.predicted}, "nobody has read its memory"
+    assert "H200-141GB-NVL" not in {each.gpu for each in summary.predicted}, (
+        "nobody has read its memory"
+    )
     table = attention.predicted_table(found, summary, "forward")
     assert table.title.startswith("predicted: ")
     assert table.footnotes[0].startswith("predicted from peaks on NVIDIA H100 80GB HBM3; nothing ")

@@ -200,6 +200,7 @@ def card_memory(text: str, read: Callable[[str], int] = parse_memory) -> int:
         kind.usable_bytes: kind.name
         for kind in reversed(gpu_catalog())
         if kind.usable_bytes and _SAME_FROM * most_bytes <= kind.usable_bytes <= most_bytes
+        if not lacking(kind)
     }
     if not cards:
         return read(text)
@@ -276,7 +277,11 @@ def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
     asked = named._replace(gpus=gpus)
     near = found or _near(name)
     if near is not None and (missing := lacking(near)):  # of a near one, whose name is next
-        raise MachineError(f"{near.name} has no {' and no '.join(missing)}", hint=f"use {_EXAMPLE}")
+        words = _typed(gpus or 1, None, machines=named.machines)
+        words += f" --gpu-memory {(near.usable_bytes or 0) / GIB:.2f}GiB"
+        hint = f"use `--gpus {words}`, a GPU of its size that has both: fp16, and SDPA's "
+        hint += "memory-efficient attention, take as much"
+        raise MachineError(f"{near.name} has no {' and no '.join(missing)}", hint=hint)
     if found is None:
         raise UsageError(
             f"the catalog has no GPU {name!r}; `highwater gpus` lists those that it has",
