@@ -54,6 +54,13 @@ def parse_bytes(text: str) -> int:
     return int(number * _BYTE_UNITS[unit])
 
 
+def last_digit_bytes(text: str) -> float:
+    """Bytes of one in the last digit of a size: of ``"20.9GiB"`` a tenth of a GiB."""
+    unit = text.lstrip("0123456789.,_ ")
+    decimals = text.removesuffix(unit).partition(".")[2].strip()
+    return parse_bytes(f"1{unit}") / 10 ** len(decimals)
+
+
 def binary_size(count: int) -> str:
     """Write a count of bytes as a user types it, rounded down by up to 5 %: ``465GiB`` for
     500,000,000,000. Never more, so that no plan counts on memory that does not exist.

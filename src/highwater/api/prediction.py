@@ -198,7 +198,7 @@ def _failed(
         raise UsageError("an allocation that failed, and no length", hint=hint)
     each = sorted(question.cells, key=simplicity)
     steps = [Step(question.model.shape, c.settings, c.layout, length_tokens) for c in each]
-    return failed_allocation(parse_memory(str(tried)), steps)
+    return failed_allocation(str(tried), steps)
 
 
 def _refuse_method(

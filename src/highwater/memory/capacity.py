@@ -22,7 +22,7 @@ from highwater.nouns.objective import OPTIMIZERS, Rollout
 from highwater.nouns.study import Cell, Risk, default_headroom_bytes
 from highwater.nouns.trainer import TrainerName
 from highwater.speed import Cost, PredictedStep
-from highwater.units import GIB, MIB
+from highwater.units import GIB, MIB, last_digit_bytes, parse_memory
 
 Binding = Literal["device", "host", "rollout", "ceiling"]
 """The reason why no longer length fits: a GPU's memory, the host's, a rollout engine's KV cache, or
@@ -152,25 +152,29 @@ _ROUNDED_BYTES = 2 * MIB
 """PyTorch rounds allocations of 10 MiB or more up to a multiple: its ``kRoundLarge``."""
 
 
-def failed_allocation(asked_bytes: int, steps: Sequence[Step]) -> FailedAllocation:
-    """Return these steps' tensors of ``asked_bytes`` bytes, else the logits of a larger batch that
-    has them (of 2 to 64 sequences, the fewest), else the two tensors nearest in size.
+def failed_allocation(asked: str, steps: Sequence[Step]) -> FailedAllocation:
+    """Return these steps' tensors of the size ``asked``, else the logits of a larger batch that has
+    it (of 2 to 64 sequences, the fewest): by two digits after the point, as PyTorch prints, or by
+    as many as were typed. Else the two tensors nearest in size.
     """
+    asked_bytes = parse_memory(asked)
 
     def distance(tensor: Tensor) -> int:
         rounded = -(-tensor.bytes // _ROUNDED_BYTES) * _ROUNDED_BYTES
         return min(abs(asked_bytes - rounded), abs(asked_bytes - tensor.bytes))
 
     tensors = dict.fromkeys(each for step in steps for each in _tensors(step))
-    printed = 0.0051 * (GIB if asked_bytes >= GIB else MIB)  # two digits
-    found = [each for each in tensors if distance(each) <= printed]
+    printed = 0.0051 * (GIB if asked_bytes >= GIB else MIB)
     one = (steps[0].length_tokens, steps[0].shape.vocab_size)
-    many = (
+    many = [
         Tensor(f"{each.name} of {rows} sequences", each.shrunk_by, (rows, *each.sizes))
         for rows, each in product(range(2, 65), tensors)
         if each.sizes[:2] == one
-    )
-    found = found or [each for each in many if distance(each) <= printed][:1]
+    ]
+    found = list[Tensor]()
+    for digit in (printed, last_digit_bytes(asked) / 2):
+        found = found or [each for each in tensors if distance(each) <= digit]
+        found = found or [each for each in many if distance(each) <= digit][:1]
     shown = found or sorted(tensors, key=distance)[:2]
     return FailedAllocation(bytes=asked_bytes, is_known=bool(found), tensors=tuple(shown))
 
