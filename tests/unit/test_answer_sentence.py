@@ -118,6 +118,8 @@ def test_attention_is_said_to_be_fused_where_a_trainers_own_choice_is_eager():
     assert f" {format_bytes(2 * 16 * 8192**2)} in bfloat16 at 8,192 tokens" in second
     assert recommend("gemma-2-9b-it", **asked).assumed == found.assumed
     assert not highwater.predict("Qwen3-4B", **asked).assumed
+    windows = highwater.predict("Mistral-7B-v0.1", **asked | {"trainer": "llamafactory"}).assumed
+    assert windows.endswith("a mask of length x length, 64.0 MiB at 8,192 tokens")
 
 
 @pytest.mark.parametrize(

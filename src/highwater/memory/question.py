@@ -43,7 +43,7 @@ from highwater.nouns.plan import plan
 from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, counted_ranks, default_headroom_bytes
-from highwater.nouns.trainer import OURS, TRAINERS, TrainerName, trainer_title
+from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName, trainer_title
 from highwater.nouns.trial import refuse_one_token
 from highwater.speed import BASIS_IN_WORDS, MEASURED, cost_of, predicted_step, rates_of
 from highwater.units import format_bytes, parse_memory
@@ -334,13 +334,22 @@ def assumed_attention(
     question: Question, cell: Cell, length_tokens: int, trainer: TrainerName
 ) -> str:
     """Sentence on the fused kernel that is predicted of a trainer by transformers, whose own choice
-    for the model holds attention's scores, as SDPA neither caps them nor has sinks; else empty.
+    for the model takes more: SDPA a mask of windows; else, as it neither caps scores nor has sinks,
+    all scores. Empty if neither is so.
     """
     shape = question.model.shape
+    rows = cell.settings.sequences_per_micro_batch
+    is_traced = "transformers" in (trainer, REGISTRY[trainer].trains_by)
+    if is_traced and shape.window_tokens is not None:
+        return (
+            "Attention is taken as flash_attention_2; beside SDPA, transformers' own choice, "
+            f"{shape.model_type}'s windows take a mask of length x length, "
+            f"{format_bytes(rows * length_tokens**2)} at {length_tokens:,} tokens"
+        )
     has_sinks = any(run.kind.attention.has_sinks for run in shape.runs)
     if not TRAINERS[trainer].is_watched or not (has_sinks or shape.caps_scores):
         return ""
-    heads = cell.settings.sequences_per_micro_batch * shape.query_heads
+    heads = rows * shape.query_heads
     scores = format_bytes(2 * heads * length_tokens**2 // cell.layout.ulysses_degree)
     return (
         f"Attention is taken as {'flex_attention' if has_sinks else 'flash_attention_2'}; "

@@ -9,7 +9,8 @@ Axolotl, LLaMA-Factory and ms-swift train by the same step.
   input in float32 (``nf4``), parameters in float32 under autocast (``autocast``), or in bfloat16,
   as FSDP2 gathers them too (``bf16``); with Liger's kernels (our words: a chunked loss) or its
   loss alone, or without, where the loss holds the logits of all tokens in float32, several times.
-- Models with windows are refused: beside SDPA transformers makes a mask of length x length.
+- Windows take what they do with flash_attention_2: beside SDPA transformers makes a mask of
+  length x length, which is said and not predicted.
 - Gradients are whole, and are dropped after an update. On several GPUs FSDP2 shards the states;
   with as many copies as GPUs DDP has them, with buckets as large as all gradients.
 - DeepSpeed, instead of FSDP and without autocast, has the model and adapters in bfloat16, and for
@@ -340,20 +341,13 @@ def _gathered(
 def refuse(spec: TrialSpec, shape: ModelShape) -> None:
     """Raise UsageError for layers without learned moments, and for unpredicted settings."""
     settings, layout = spec.settings, spec.layout
-    if shape.window_tokens is not None:
-        raise UsageError(
-            f"layers of {shape.model_type} have windows, for which transformers makes a mask of "
-            "length x length beside SDPA: its step is not predicted",
-            hint="use `--trainer trl` without a file, whose step is predicted, or no `--trainer` "
-            "for this package's engine",
-        )
     if len(shape.runs) != 1 or _moments_of(shape, settings, layout.shard_degree) is None:
         known = sorted({*_ALIKE, *(name for rows in _learned().values() for name in rows)})
         raise UsageError(
-            f"nobody traced Hugging Face's step with layers of {shape.model_type}, trained so; "
+            f"Hugging Face's step was not traced with layers of {shape.model_type}, trained so; "
             f"known are {', '.join(known)}",
-            hint="leave `--trainer` out for this package's engine, or measure it: "
-            "`highwater find --trainer accelerate`",
+            hint="use `--trainer trl` without a file, whose step is predicted, leave `--trainer` "
+            "out for this package's engine, or measure it: `highwater find --trainer accelerate`",
         )
     if layout.context_degree > 1:
         raise UsageError(
