@@ -227,13 +227,14 @@ def _compare_gpus(arguments: argparse.Namespace, listed_gpus: Sequence[str]) -> 
     if arguments.length is None:
         problem = f"GPUs of {len(listed_gpus)} kinds are compared at one length"
         raise UsageError(problem, hint="add `--length 32k`, or name one kind")
-    alike = ("exact", "timeline", "calibrate", "constants", "tokens", "rollout")
+    alike = ("exact", "timeline", "calibrate", "constants", "rollout")
     for name in (*alike, "tried_to_allocate"):
         if getattr(arguments, name, None):
-            problem = "kinds of GPUs are compared by formula, a million tokens each"
+            problem = "kinds of GPUs are compared by formula"
             raise UsageError(problem, hint=f"leave `{flag_of(name)}` out, or name one kind")
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     place = typed_place(arguments) | {"gpus": listed_gpus, "price": arguments.price}
+    place["tokens"] = arguments.tokens
     choice = cheapest_gpus(model, length=arguments.length, **place, **settings)
     notes, best = told_notes(arguments, choice.notes), choice.offers[0]
     if arguments.cluster is None:
