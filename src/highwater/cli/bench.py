@@ -60,8 +60,6 @@ from highwater.units import (
 
 _REPORT = "attention"
 """Name of the report's files."""
-_MOST_PROCESSES = 64
-_MOST_HEADS = 1024
 _TIMEOUTS = {"cuda": 60.0, "cpu": 10.0}
 
 
@@ -145,21 +143,18 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
     typed = {name: value for name, value in given.items() if value is not None}
     names = implementations_named(arguments.implementations, has_pattern=bool(typed))
     device = _device(arguments, machine)
-    processes = _MOST_PROCESSES if device == "cpu" else max(1, arguments.gpus)
-    limits = {"gpus": processes, "heads": _MOST_HEADS, "kv_heads": _MOST_HEADS, "head_dim": 512}
-    for name, limit in limits.items():
+    for name in ("gpus", "heads", "kv_heads", "head_dim"):
         count = getattr(arguments, name)
-        if count is not None and not 1 <= count <= limit:
+        if count is not None and count < 1:
             flag = flag_of(name)
-            raise UsageError(f"{flag} {count}", hint=f"use 1 to {limit}, for example `{flag} 2`")
+            raise UsageError(f"{flag} {count}", hint=f"use 1 or more, for example `{flag} 2`")
     heads: int = arguments.heads
     lengths = tuple(map(parse_tokens, arguments.lengths or ()))
-    most, longest = MOST_SEARCHED_TOKENS, max(lengths, default=0)
+    longest = max(lengths, default=0)
+    most = max(longest, CPU_MOST_TOKENS if device == "cpu" else MOST_SEARCHED_TOKENS)
     if arguments.max_length is not None:
         most = parse_tokens(arguments.max_length)
-    elif device == "cpu":
-        most = max(CPU_MOST_TOKENS, longest)
-    if arguments.max_length is not None and longest > most:
+    if longest > most:
         raise UsageError(
             f"--lengths names {format_tokens(longest)} tokens, and --max-length "
             f"{format_tokens(most)}",
@@ -265,25 +260,23 @@ def _device(arguments: argparse.Namespace, machine: Machine) -> Device:
         )
     if not arguments.allow_busy:
         refuse_unreadable_gpus(machine, count=arguments.gpus)
-        try:
-            refuse_busy_gpus(machine, count=arguments.gpus)
-        except MachineError as error:
-            hint = error.hint.replace("highwater find --", "highwater bench attention --")
-            raise MachineError(error.problem, hint=hint) from error
+        refuse_busy_gpus(machine, count=arguments.gpus)
     return "cuda"
 
 
 def _memory_bytes(arguments: argparse.Namespace, device: Device, machine: Machine) -> int | None:
-    available = machine.host_memory_available_bytes // arguments.gpus
+    has, whose = machine.host_memory_available_bytes // arguments.gpus, "this machine"
+    free = " free for each process" if arguments.gpus > 1 else " free"
+    if device == "cuda":
+        has = min(gpu.memory_total_bytes for gpu in machine.gpus[: arguments.gpus])
+        whose, free = "a GPU", ""
     if arguments.memory is None:
-        return None if device == "cuda" else available
+        return None if device == "cuda" else has
     asked = parse_memory(arguments.memory)
-    if device == "cpu" and asked > available:
-        each = " for each process" if arguments.gpus > 1 else ""
+    if asked > has:
         raise UsageError(
-            f"this machine has {format_bytes(available)} free{each}, and {format_bytes(asked)} is "
-            f"asked for",
-            hint=f"use `--memory {available * 3 // 4 >> 20}MiB`, or leave it out",
+            f"{whose} has {format_bytes(has)}{free}, and {format_bytes(asked)} is asked for",
+            hint=f"use `--memory {has * 3 // 4 >> 20}MiB`, or leave it out",
         )
     return asked
 
