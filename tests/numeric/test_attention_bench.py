@@ -52,8 +52,9 @@ def spoilt(own, how):
     return own._replace(build=build)
 
 
-ways = json.loads(os.environ["WAYS"]).items()
-main({**CONTENDERS, **{name: spoilt(CONTENDERS[name], how) for name, how in ways}})
+for name, how in json.loads(os.environ["WAYS"]).items():
+    CONTENDERS[name] = spoilt(CONTENDERS[name], how)
+main()
 """
 """A module that measures as the benchmark's own does, but for attentions that are spoilt."""
 BENCHMARK = """

@@ -22,16 +22,10 @@ START_TOKENS: Mapping[Device, int] = {"cpu": 512, "cuda": 4096}
 """First length of a search by doubling, in tokens."""
 LEAST_TOKENS = 128
 """Shortest length that is tried, in tokens."""
-CPU_MOST_TOKENS = 4096
-"""Longest length on the CPU, unless another is named."""
-MOST_SEARCHED_TOKENS = 1 << 24
-"""Longest length on a GPU, unless another is named: 16,777,216."""
+MOST_TOKENS: Mapping[Device, int] = {"cpu": 4096, "cuda": 1 << 24}
+"""Longest length of a search unless another is named, on GPUs 16,777,216 tokens."""
 PARTS_OF_A_DOUBLING = 8
 """Parts of the last doubling: a longest length is found, and a predicted one rounded, to one."""
-BATCHES = (2, 4)
-"""Sequences of each batch that is measured besides single sequences."""
-BATCH_TOKENS = (16_384, 32_768)
-"""Lengths at which batches are measured, in tokens."""
 REFERENCE_TOKENS: Mapping[Device, int] = {"cpu": 1024, "cuda": 8192}
 """Longest length at which the reference, the textbook formula, is measured, in tokens."""
 CHECKED_TOKENS = 515
@@ -119,7 +113,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     """A rate for each segment length: with 2 every second token takes part."""
     lengths: tuple[int, ...] = ()
     """Lengths to measure, in tokens; empty: doubling, then bisection."""
-    most_tokens: int = CPU_MOST_TOKENS
+    most_tokens: int = MOST_TOKENS["cpu"]
     """Longest length of a search, in tokens."""
     timeout_s: float = 10.0
     """Longest time of one pass, in seconds."""
@@ -155,17 +149,6 @@ class BenchOrder(Record, frozen=True, kw_only=True):
             for mode in of:
                 if mode != "single" and (self.gpus > 1 or name not in single):
                     yield name, mode
-
-    def what(self, name: str) -> str:
-        """Description of the measured implementation: its pattern, segments and rates."""
-        own = IMPLEMENTATIONS[name]
-        words = [own.what]
-        if own.takes_pattern:
-            words.append(str(self.patterns.get(name, own.pattern)))
-        if own.takes_segments:
-            segments = list(self.segment_lengths) or "half the length and all of it"
-            words.append(f"segments of {segments}, rates {list(self.dilation_rates)}")
-        return "; ".join(words)
 
     def alone(self, name: str) -> str:
         """Name of the attention on one GPU that ``name``, on several, is compared with."""
@@ -299,18 +282,10 @@ class BenchShare(Record, frozen=True, kw_only=True):
         if self.implementation == "reference":
             most = min(most, REFERENCE_TOKENS[self.order.device])
         for direction in self.order.directions:
-            case = self.case(direction)
             done = [row for row in self.rows if row.direction == direction]
-            tried = {(row.length_tokens or 0, row.batch): row.fits for row in done}
-            fits = {length: fit for (length, batch), fit in tried.items() if batch == case.batch}
-            last = next(reversed(fits), 0)
-            if self.mode == "single" and last in BATCH_TOKENS and fits[last]:
-                for batch in BATCHES:
-                    if (last, batch) not in tried:
-                        return case.replace(length_tokens=last, batch=batch)
-            length = self.order.next_length(fits, most=most)
-            if length is not None:
-                return case.replace(length_tokens=length)
+            tried = {row.length_tokens or 0: row.fits for row in done}
+            if (length := self.order.next_length(tried, most=most)) is not None:
+                return self.case(direction).replace(length_tokens=length)
         return None
 
 

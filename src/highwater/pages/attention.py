@@ -1,6 +1,6 @@
 """The report of ``highwater bench attention``: its tables, in a terminal, as Markdown and as JSON.
 
-Every figure is measured, or in a column ``predicted``; unmeasured cases are left out.
+Every figure is measured, counted (``kept``) or ``predicted``; unmeasured cases are left out.
 """
 
 import re
@@ -128,11 +128,12 @@ def _answer(bench: AttentionBench, summary: AttentionSummary) -> str:
     if not found:
         return f"no attention held any length, {direction}"
     best = max(found, key=lambda each: (each.fits_tokens or 0, -each.time_s))
-    where = "" if best.mode == "single" else f" over {counted(best.gpus, 'GPU')}"
+    where = "" if best.mode == "single" else f" over {counted(bench.order.gpus, 'GPU')}"
+    said = f"{best.implementation}{where} holds {_held(best)} tokens, {direction}, in "
+    said += format_pass(best.time_s)
     others = [each for each in found if each.implementation == "dense" and each is not best]
-    held = [f"{_held(each)} in {format_pass(each.time_s)}" for each in others]
-    first = f"{best.implementation}{where} holds {_held(best)} tokens, {direction}, in "
-    return f"{first}{format_pass(best.time_s)}{''.join(f'; dense {each}' for each in held)}"
+    held = (f"dense {_held(each)} in {format_pass(each.time_s)}" for each in others)
+    return "; ".join((said, *held))
 
 
 def _held(each: LongestLength) -> str:
@@ -219,7 +220,7 @@ def _case_tables(bench: AttentionBench) -> Iterator[TextTable]:
         rows = rows_of(bench, entry, batches=True)
         said = [(row.length_tokens, plain(row.reason)) for row in rows if row.reason]
         yield table_of(
-            f"{entry_words(entry)}: {bench.order.what(entry.implementation)}",
+            f"{entry_words(entry)}: {IMPLEMENTATIONS[entry.implementation].what}",
             rows,
             *_fields("length_tokens", "batch", "result", *_COSTS),
             footnotes=(f"{format_tokens(length)}: {reason}" for length, reason in said),

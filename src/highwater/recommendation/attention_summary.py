@@ -33,8 +33,6 @@ _LATE_PART = 4
 _LONGEST_TOKENS = (1 << 34) - 1
 LEAST_LENGTHS = 3
 """Fewest lengths that a formula is fitted to: through two of them one always goes."""
-LengthPeak = tuple[int, int]
-"""A length, and the bytes of its peak."""
 
 
 class MemoryFit(Record, frozen=True, kw_only=True):
@@ -66,7 +64,6 @@ class MemoryFit(Record, frozen=True, kw_only=True):
 class LongestLength(Entry, frozen=True, kw_only=True):
     """Longest length that one implementation, mode and direction ran to its end."""
 
-    gpus: int
     fits_tokens: int | None
     """None: no length did."""
     fails_tokens: int | None
@@ -95,7 +92,6 @@ class PredictedLongest(Entry, frozen=True, kw_only=True):
 
     gpu: str
     memory_bytes: int
-    gpus: int
     tokens: int
     is_least: bool
     """True if more is predicted, but too far past what was measured."""
@@ -125,7 +121,6 @@ class UseCase(Record, frozen=True, kw_only=True):
     from_tokens: int
     to_tokens: int | None
     """None: the range has no end."""
-    direction: Direction
     exact: str | None
     """The fastest that computes the same as dense attention; None: none held the range."""
     sparse: str | None
@@ -172,7 +167,7 @@ def entries(bench: AttentionBench) -> list[Entry]:
 
 
 def rows_of(bench: AttentionBench, entry: Entry, *, batches: bool = False) -> list[BenchRow]:
-    """Measured rows of one entry by length; ``batches``: also of several sequences a GPU."""
+    """Measured rows of one entry by length; ``batches``: also earlier files' of several a GPU."""
     rows = [
         row
         for row in bench.rows
@@ -198,7 +193,6 @@ def _longest(bench: AttentionBench, entry: Entry) -> LongestLength:
     why: Why = "red" if rows[0].result == "red" else "longest tried"
     return LongestLength(
         *astuple(entry),
-        gpus=rows[0].gpus,
         fits_tokens=fits,
         fails_tokens=None if first is None else first.length_tokens,
         why=why if first is None else first.result,
@@ -212,8 +206,7 @@ def _estimates(bench: AttentionBench) -> Iterator[MemoryEstimate]:
             continue
         rows = [row for row in rows_of(bench, entry) if row.fits]
         peaks = [(_length(row), max(1, *row.peak_allocated_bytes)) for row in rows]
-        fit = memory_fit(peaks)
-        if fit is None:
+        if (fit := memory_fit(peaks)) is None:
             continue
         reserved = max(rows[-1].peak_reserved_bytes) / peaks[-1][1]
         yield MemoryEstimate(
@@ -240,7 +233,6 @@ def _predicted(
                 *astuple(each.entry),
                 gpu=kind.name,
                 memory_bytes=kind.usable_bytes,
-                gpus=1 if each.mode == "single" else bench.order.gpus,
                 tokens=min(tokens, farthest),
                 is_least=tokens > farthest,
                 lacking=lacking(kind),
@@ -281,7 +273,6 @@ def _use_cases(bench: AttentionBench, longest: Sequence[LongestLength]) -> Itera
         yield UseCase(
             from_tokens=start,
             to_tokens=end,
-            direction=direction,
             exact=_fastest(bench, exact),
             sparse=_fastest(bench, [each for each in held if each not in exact]),
         )
@@ -299,8 +290,10 @@ def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | Non
     return min(times, key=lambda name: times[name][common])
 
 
-def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
-    """Polynomial through peaks, without a negative term; None of fewer than three lengths."""
+def memory_fit(peaks: Sequence[tuple[int, int]]) -> MemoryFit | None:
+    """Polynomial without a negative term through lengths and their peaks in bytes; None of fewer
+    than three lengths.
+    """
     longest = max((length for length, _ in peaks), default=0)
     late = [peak for peak in peaks if peak[0] * _LATE_PART >= longest]
     enough = [of for of in (peaks, late) if len({length for length, _ in of}) >= LEAST_LENGTHS]
@@ -312,7 +305,7 @@ def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
     return described[0] if described else min(others, key=lambda fit: fit.largest_error)
 
 
-def _regression(peaks: Sequence[LengthPeak], power: Literal[-1, 1]) -> MemoryFit:
+def _regression(peaks: Sequence[tuple[int, int]], power: Literal[-1, 1]) -> MemoryFit:
     """Fit a peak's bytes per token to ``length**power``: the slope is the overhead where that is
     1 / length, and the bytes per pair where it is the length. A negative term is left out.
     """

@@ -12,7 +12,6 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Self
 
 from highwater.errors import MachineError
 from highwater.nouns.attention_bench import (
@@ -91,7 +90,7 @@ def bench_lines(order: BenchOrder, *, measures: str = _MEASURES) -> Generator[It
 
 def _lines(order: BenchOrder, folder: Path, measures: str) -> Generator[BenchLine]:
     begin = partial(_BenchRanks, folder=folder, measures=measures)
-    with begin(BenchShare(order=order)) as group:
+    with closing(begin(BenchShare(order=order))) as group:
         (told,) = group.parts(_SET_UP_S[order.device])
     if told.machine is None:
         raise MachineError(told.reason, hint=told.hint or _HINT)
@@ -126,7 +125,7 @@ def _share_lines(
     order = share.order
     set_up_s = _SET_UP_S[order.device]
     while not share.is_checked or share.next_case() is not None:
-        with begin(share) as group:
+        with closing(begin(share)) as group:
             if not share.is_checked:
                 check = _check(share, group.parts(2 * set_up_s))
                 yield BenchLine(check=check)
@@ -135,13 +134,13 @@ def _share_lines(
                         yield BenchLine(row=case.replace(result="red", reason=check.reason))
                     return
                 share = share.replace(is_checked=True)
-            is_going = True
-            while is_going and (case := share.next_case()) is not None:
+            while (case := share.next_case()) is not None:
                 parts = group.parts(set_up_s + _PASSES_WITHIN_LIMIT * order.timeout_s)
                 row = _measured(case, parts)
                 yield BenchLine(row=row)
                 share = share.replace(rows=(*share.rows, row))
-                is_going = row.fits
+                if not row.fits:
+                    break
 
 
 def _check(share: BenchShare, parts: Sequence[BenchPart]) -> BenchCheck:
@@ -189,7 +188,7 @@ def _worst(parts: Sequence[BenchPart]) -> BenchPart:
 
 
 class _BenchRanks:
-    """The processes of one share of a benchmark, all ended after the ``with`` block."""
+    """The processes of one share of a benchmark, until they are closed."""
 
     def __init__(self, share: BenchShare, *, folder: Path, measures: str) -> None:
         self._device: Device = share.order.device
@@ -211,10 +210,8 @@ class _BenchRanks:
         with (self._folder / "log").open("wb") as log:
             self._process = start(command, environment, log)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End all processes."""
         end_reaper(self._process)
 
     def parts(self, limit_s: float) -> list[BenchPart]:

@@ -12,19 +12,14 @@ import platform
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from highwater.engine.bench.attention.contenders import (
-    CONTENDERS,
-    AttentionContender,
-    Conditions,
-    fused_kernel,
-)
+from highwater.engine.bench.attention.contenders import CONTENDERS, Conditions, fused_kernel
 from highwater.engine.bench.attention.measurement import data_segment, differences, measure
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.memory_profiler import divide_budget, outside_allocator_bytes
@@ -33,19 +28,16 @@ from highwater.nouns.attention_bench import BenchMachine, BenchOrder, BenchPart,
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.oom import exhausted_memory
 from highwater.nouns.secrets import kept
-from highwater.version import __version__
-
-Contenders = Mapping[str, AttentionContender]
 
 
-def main(contenders: Contenders = CONTENDERS) -> None:
+def main() -> None:
     """Measure the cases of a share as one of its ranks, and write each result at once."""
     share, folder = from_json(Path(sys.argv[1]).read_bytes(), BenchShare), Path(sys.argv[2])
     rank = int(os.environ["RANK"])
     most = resource.getrlimit(resource.RLIMIT_DATA)[1]
     with (folder / f"parts-{rank}").open("ab", buffering=0) as told:
         try:
-            for part in _parts(share, rank, contenders):
+            for part in _parts(share, rank):
                 told.write(f"{to_json(part)}\n".encode())
         except BaseException as error:  # noqa: BLE001 -- the process edge: all of it is written
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -54,9 +46,8 @@ def main(contenders: Contenders = CONTENDERS) -> None:
     os._exit(0)  # gloo's threads may still release a tensor
 
 
-def _parts(share: BenchShare, rank: int, contenders: Contenders) -> Iterator[BenchPart]:
+def _parts(share: BenchShare, rank: int) -> Iterator[BenchPart]:
     device, outside = torch.device("cpu"), 0
-    torch.set_num_threads(share.order.threads)
     if share.order.device == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
@@ -66,10 +57,10 @@ def _parts(share: BenchShare, rank: int, contenders: Contenders) -> Iterator[Ben
         process_mesh.join(device)
         dist.barrier()
     if share.machine is None:
-        yield _described(share, device, contenders)
+        yield _described(share, device)
         return
     conditions = Conditions.of(share, device, share.machine.kernel)
-    build = contenders[share.implementation].build
+    build = CONTENDERS[share.implementation].build
     on_gpus = share.processes > 1 and device.type == "cuda"
     nccl_bytes = outside_allocator_bytes(device) - outside if on_gpus else 0
     if not share.is_checked:
@@ -104,7 +95,7 @@ def _failed(error: BaseException, order: BenchOrder) -> BenchPart:
     return BenchPart(result="crashed", reason=said)
 
 
-def _described(share: BenchShare, device: torch.device, contenders: Contenders) -> BenchPart:
+def _described(share: BenchShare, device: torch.device) -> BenchPart:
     """Describe the machine, and the cases of an order that cannot run on it."""
     # first, because its code stays in memory and counts as outside the allocator
     kernel = fused_kernel(Conditions.of(share, device, None))
@@ -121,15 +112,14 @@ def _described(share: BenchShare, device: torch.device, contenders: Contenders) 
         reason: str | None = "it takes two GPUs or more: `--gpus 2`"
         if mode not in ("ring", "ulysses") or share.order.gpus > 1:
             one = share.replace(implementation=implementation, mode=mode)
-            reason = contenders[implementation].obstacle(Conditions.of(one, device, kernel))
+            reason = CONTENDERS[implementation].obstacle(Conditions.of(one, device, kernel))
         if reason is not None:
             not_run.append(NotRun(implementation=implementation, mode=mode, reason=reason))
     machine = BenchMachine(
         device_name=name,
         memory_total_bytes=total,
         outside_bytes=outside,
-        versions={"highwater": __version__, "python": platform.python_version()}
-        | process_mesh.versions(),
+        versions={"python": platform.python_version()} | process_mesh.versions(),
         kernel=kernel,
     )
     return BenchPart(machine=machine, not_run=tuple(not_run))

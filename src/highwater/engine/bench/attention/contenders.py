@@ -6,7 +6,7 @@ A new contender is a line of ``CONTENDERS`` and one of ``nouns/catalog/attention
 Shapes:  B sequences  H query heads  K key/value heads  S tokens  D head size
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -39,8 +39,6 @@ _BACKENDS: dict[FusedKernel, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_CPU_WINDOW = 512
-"""Window of ``window`` on the CPU, in tokens, as sequences are short there."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -64,7 +62,7 @@ class Conditions:
         name = share.implementation
         pattern = share.order.patterns.get(name, IMPLEMENTATIONS[name].pattern)
         if name == "window" and device.type == "cpu" and pattern is not None:
-            pattern = pattern.replace(local_window_size=_CPU_WINDOW)
+            pattern = pattern.replace(local_window_size=512)  # sequences are short there
         return cls(share, device, DTYPES[share.order.dtype], kernel, pattern)
 
     @property
@@ -141,9 +139,8 @@ def counts(conditions: Conditions, length: int) -> Tensor:
     counts_HSS = torch.zeros(heads, length, length)
     for segment, rate in zip(*conditions.branches(length), strict=True):
         for start in range(0, length, segment):
-            stop = min(start + segment, length)
             for head in range(heads):
-                row = torch.arange(start, stop)[head % rate :: rate]
+                row = torch.arange(length)[start : start + segment][head % rate :: rate]
                 counts_HSS[head, row[:, None], row] += _kept(pattern, len(row))
     return counts_HSS
 
@@ -247,14 +244,13 @@ def _block_sparse(conditions: Conditions, _: int) -> Compute:
     config = conditions.pattern
     assert config is not None, "it has a pattern"
     by_flex = takes(conditions.device, conditions.dtype, config)  # its check is the proof
-    return lambda *qkv: (
-        block_sparse_attention(
-            *qkv,
-            pattern=config,
-            scaling=conditions.scaling,
-            attend_table=attend_by_flex if by_flex else attend_by_gather,
-        ).output_BHSD
+    attend_sparsely = partial(
+        block_sparse_attention,
+        pattern=config,
+        scaling=conditions.scaling,
+        attend_table=attend_by_flex if by_flex else attend_by_gather,
     )
+    return lambda *qkv: attend_sparsely(*qkv).output_BHSD
 
 
 def _dense_flex(conditions: Conditions, length: int) -> Compute:
@@ -330,7 +326,7 @@ class AttentionContender(NamedTuple):
     """Says why the attention does not run under these conditions; None if it does."""
 
 
-CONTENDERS: Mapping[str, AttentionContender] = {
+CONTENDERS: dict[str, AttentionContender] = {
     "reference": AttentionContender(_reference),
     "dense": AttentionContender(_dense, _without_fused_kernel),
     "dense_flex": AttentionContender(_dense_flex, _without_flex),

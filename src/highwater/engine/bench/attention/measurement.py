@@ -28,7 +28,6 @@ from highwater.nouns.attention_bench import CHECKED_TOKENS, COMPARED, BenchRow
 
 _MOST_PASSES, _ENOUGH_S = 5, 0.2
 """Timed passes: at most this many, and no further one after this many seconds in all."""
-_MEMORY_EVENT = "[memory]"
 T = TypeVar("T")
 
 
@@ -122,7 +121,7 @@ def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
     with recorder:
         result = step()
     found = recorder.kineto_results
-    events = [each for each in found.events() if each.name() == _MEMORY_EVENT]
+    events = [each for each in found.events() if each.name() == "[memory]"]
     peak = now = 0
     for each in sorted(events, key=lambda each: each.start_ns()):
         now += each.nbytes()
