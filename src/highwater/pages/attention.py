@@ -18,7 +18,6 @@ from highwater.nouns.attention_bench import (
     Direction,
     Entry,
 )
-from highwater.nouns.codec import Record
 from highwater.pages.page import drawn_page, template_lines
 from highwater.pages.table import Column, TextTable, field_text, table_of
 from highwater.pages.text import plain
@@ -147,7 +146,7 @@ def _fields(*paths: str) -> list[Column[Any]]:
     return [(_heading(path.rpartition(".")[2]), partial(_cell, path=path)) for path in paths]
 
 
-def _cell(record: Record, path: str) -> str:
+def _cell(record: Any, path: str) -> str:
     """Text of a field, by the unit that its name ends with; ``-`` for None."""
     value: Any = reduce(lambda found, name: getattr(found, name, None), path.split("."), record)
     if value is None or value == ():
