@@ -306,20 +306,21 @@ def memory_fit(peaks: Sequence[tuple[int, int]]) -> MemoryFit | None:
 
 
 def _regression(peaks: Sequence[tuple[int, int]], power: Literal[-1, 1]) -> MemoryFit:
-    """Fit a peak's bytes per token to ``length**power``: the slope is the overhead where that is
-    1 / length, and the bytes per pair where it is the length. A negative term is left out.
+    """Fit a peak's bytes per token, by which short lengths count as much as long ones, to
+    ``length**power``: the factor is the overhead where that is 1 / length, and the bytes per pair
+    where it is the length. A negative term is left out.
     """
     per_token = [size / length for length, size in peaks]
     terms = [float(length) ** power for length, _ in peaks]
-    slope, constant = linear_regression(terms, per_token)
-    if slope < 0:
-        slope, constant = 0.0, fmean(per_token)
+    factor, constant = linear_regression(terms, per_token)
+    if factor < 0:
+        factor, constant = 0.0, fmean(per_token)
     elif constant < 0:
-        slope, constant = linear_regression(terms, per_token, proportional=True)
+        factor, constant = linear_regression(terms, per_token, proportional=True)
     fit = MemoryFit(
-        overhead_bytes=slope if power == -1 else 0.0,
+        overhead_bytes=factor if power == -1 else 0.0,
         bytes_per_token=constant,
-        bytes_per_pair=slope if power == 1 else 0.0,
+        bytes_per_pair=factor if power == 1 else 0.0,
         points=len(peaks),
         longest_tokens=max(length for length, _ in peaks),
         largest_error=0.0,
