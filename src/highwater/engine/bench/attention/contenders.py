@@ -201,10 +201,11 @@ def _dense(conditions: Conditions, _: int) -> Compute:
     assert conditions.kernel is not None
     backend, (heads, kv_heads, _) = _BACKENDS[conditions.kernel], conditions.heads_of_qkv
 
-    def compute(*qkv: Tensor) -> Tensor:
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        is_grouped, scale = heads != kv_heads, conditions.scaling
         with sdpa_kernel([backend]):
             return F.scaled_dot_product_attention(
-                *qkv, is_causal=True, scale=conditions.scaling, enable_gqa=heads != kv_heads
+                query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
             )
 
     return compute
