@@ -18,7 +18,7 @@ from markup import Page, markdown_rows
 
 from highwater import guide, open_study, predict
 from highwater.errors import UsageError
-from highwater.memory.table_accuracy import PUBLISHED_SETTINGS
+from highwater.memory.capacity_table import PUBLISHED_SETTINGS
 from highwater.nouns.capacities import Capacity, study_capacities
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import to_json

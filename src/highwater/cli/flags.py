@@ -300,12 +300,6 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
             "not in it"
         },
     )
-    against: str | None = setting(
-        None,
-        "compare with known capacities: gpu, settings, gpus, sp, model, max_model_len",
-        commands="predict",
-        metavar="CSV",
-    )
     sequences_per_micro_batch: int | None = COUNT(
         None, "what is predicted is of so many; default: as `predict`", "guide"
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from highwater.api.prediction import predict
 from highwater.errors import StudyError, UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predicted_capacities
-from highwater.memory.table_accuracy import table_capacities
+from highwater.memory.capacity_table import table_capacities
 from highwater.nouns.capacities import Capacity, Source, may_be_simpler, simplest, study_capacities
 from highwater.nouns.codec import record_in
 from highwater.nouns.declaration import flag_of, words_of
