@@ -30,7 +30,8 @@ class DataRecord(NamedTuple):
     file: int
     """Index of its file in the corpus."""
     command_without: Callable[[Sequence[str]], str]
-    """Function of field names: a shell command that writes the file anew without these fields."""
+    """Function of field names: a shell command that writes the file anew without these fields;
+    empty for a table."""
     read: set[str]
     """Names of the fields that were read so far."""
 
@@ -171,11 +172,12 @@ class DataRecord(NamedTuple):
             and (_has_other_than_texts(value) or not read_texts.issuperset(_texts(value)))
         ]
         if unread:
+            command = self.command_without(unread)
             raise self.refusal(
                 f"{self.fields_read} would be trained without regard to "
                 + " and ".join(f"`{name}`" for name in unread),
-                hint="write it into a field that is read, or leave it out: "
-                f"`{self.command_without(unread)}`",
+                hint="write it into a field that is read, or leave it out"
+                + (f", with jq: `{command}`" if command else " of the table"),
             )
 
     @property
