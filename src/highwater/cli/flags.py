@@ -300,24 +300,6 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
             "not in it"
         },
     )
-    against: str | None = setting(
-        None,
-        "compare with known capacities: gpu, settings, gpus, sp, model, max_model_len",
-        commands="predict",
-        metavar="CSV",
-    )
-    sequences_per_micro_batch: int | None = COUNT(
-        None, "what is predicted is of so many; default: as `predict`", "guide"
-    )
-    ulysses: _WholeNumbers = COUNT(
-        (), "what is predicted has these ulysses degrees; default: as `predict`", "guide"
-    )
-    ring: _WholeNumbers = COUNT(
-        (), "what is predicted has these ring degrees; default: no ring", "guide"
-    )
-    copies: _WholeNumbers = COUNT(
-        (), "what is predicted has so many copies of the states; default: one", "guide"
-    )
     device: Device | None = setting(
         None, "where; default: cuda where there is a GPU", commands="bench"
     )

@@ -1,6 +1,6 @@
 """Predictions and recommendations in sentences: what fits, with which settings, the headroom, the
-speed. Then tables: capacities by rung, bytes by term, hits against a known table; and the caveat
-below a table, or all notes (``prediction.txt.j2``).
+speed. Then tables: capacities by rung, bytes by term; and the caveat below a table, or all notes
+(``prediction.txt.j2``).
 """
 
 import math
@@ -15,9 +15,8 @@ from highwater.memory.formula.rollout import ON_PAPER
 from highwater.memory.interval.calibration import least_residuals
 from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.question import HEADS_SHARE, KEPT_REFERENCE
-from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
-from highwater.memory.trainers import MEMORY, UNTIMED, by_replay
+from highwater.memory.trainers import MEMORY, UNTIMED
 from highwater.model.held_bytes import PROCESS_BYTES
 from highwater.model.rope import YARN_IN_USE
 from highwater.nouns.cluster import nameless
@@ -32,7 +31,7 @@ from highwater.nouns.settings import (
     shared_training,
     short_settings,
 )
-from highwater.nouns.study import HOST_KEPT, RISK_IN_WORDS, Cell, Risk, counted_ranks
+from highwater.nouns.study import HOST_KEPT, RISK_IN_WORDS, Cell, Risk
 from highwater.nouns.trainer import (
     OURS,
     REGISTRY,
@@ -1119,37 +1118,6 @@ def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
         ("", lambda alive: _bar(alive.bytes, largest)),
         ("GiB", lambda alive: f"{alive.bytes / GIB:.2f}"),
         footnotes=template_lines("prediction.txt.j2", "tensor_notes", replayed=replayed),
-    )
-
-
-def accuracy_table(table_accuracy: TableAccuracy, *, name: str) -> TextTable:
-    """Table of hits and near hits for each rung of a known table; footnotes name each miss."""
-    closed = {row.settings: row for row in table_accuracy.closed_form}
-    replayed = table_accuracy.replayed_cells
-    is_replayed = MEMORY[table_accuracy.trainer].replay is not None
-    notes = (by_replay(replayed, replayed + table_accuracy.formula_cells),) if is_replayed else ()
-    return table_of(
-        f"predicted against {plain(name)}",
-        table_accuracy.per_settings,
-        ("settings", "settings"),
-        ("cells", "cells"),
-        ("exact", "exact"),
-        ("within one step", "within_one_step"),
-        ("closed form: exact", lambda row: str(closed[row.settings].exact)) if closed else None,
-        ("within one step", lambda row: str(closed[row.settings].within_one_step))
-        if closed
-        else None,
-        footnotes=(*notes, *map(_missed, table_accuracy.misses)),
-        names=1,
-    )
-
-
-def _missed(miss: Miss) -> str:
-    layout = miss.cell.layout
-    return (
-        f"{miss.settings}, {plain(miss.device_name)}, {plain(miss.model_name)}, "
-        f"{counted_ranks(layout.gpus, 'cuda')}{layout.suffix}: known "
-        f"{format_tokens(miss.known_tokens)}, predicted {format_tokens(miss.predicted_tokens)}"
     )
 
 
