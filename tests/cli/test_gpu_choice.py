@@ -37,7 +37,7 @@ def test_a_kind_without_a_number_is_one_gpu_and_then_the_fewest_that_do(highwate
     assert done.returncode == 1, done.stderr
     first = done.stdout.splitlines()[0]
     assert first.startswith("No: gpt-oss-120b does not train at 32,768 tokens on 1 x H200-141GB,")
-    assert first.endswith(" are the fewest that do safely with host memory, 3 without.")
+    assert first.endswith(" that do safely with host memory, 3 without. Predicted for highwater.")
     assert "What would fit: 2 x H200-141GB" in done.stdout
     assert json.loads(highwater(*asked, "--gpus", "H200", "--json").stdout)["gpus"] == 1
     assert highwater(*asked, "--gpus", "1xH200").stdout == done.stdout
@@ -53,7 +53,7 @@ def test_the_fewest_of_every_number_stand_in_the_first_line_and_what_is_tight(hi
     words = ("Qwen3-32B", "--length", "16k", "--offload", "false", "--activations", "gpu")
     for command in ("predict", "recommend"):
         done = highwater(command, *words, "--gpus", "H200")
-        assert done.stdout.splitlines()[0].endswith(f"short, predicted for highwater; {said}.")
+        assert done.stdout.splitlines()[0].endswith(f"short; {said}. Predicted for highwater.")
         given = highwater(command, *words, "--gpus", "2xH200").stdout
         assert f"What would fit: {safe[0]} x H200-141GB with" in given.replace("\n", " ")
     (offer,) = highwater_api.cheapest_gpus("Qwen3-32B", gpus=("H200",), **asked).offers

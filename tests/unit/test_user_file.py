@@ -197,7 +197,7 @@ def test_deepspeeds_own_file_decides_its_stage_and_what_is_on_the_host(
         zero = "ds.json"
     found = predicted(tmp_path, "ms-swift", MS_SWIFT | {"deepspeed": zero}, gpus="4")
     assert (settings(found).deepspeed, settings(found).deepspeed_bucket) == (form, bucket)
-    assert any("by its source" in note for note in found.notes)
+    assert any("off its source" in note for note in found.notes)
     assert (sum(term.bytes for term in found.cells[0].footprint.host) > 0) == ("offload" in form)
 
 

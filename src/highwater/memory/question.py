@@ -56,7 +56,8 @@ KEPT_REFERENCE = "as written the file keeps a reference model on the GPU, which 
 HEADS_SHARE = "heads share a sequence among "
 """Beginning of a note that Ulysses cannot have all GPUs share one."""
 UNMEASURED = {
-    "deepspeed": "DeepSpeed by its source: allocated within 2 %, and it reserves up to 2.9 x",
+    "deepspeed": "DeepSpeed is read off its source: allocated memory within 2 %; its allocator may "
+    "reserve up to 2.9 x that, which PyTorch frees before it runs out",
     "paged": "paged moments are predicted by the source of bitsandbytes 0.50.2, and were never "
     "measured: they count as host memory, though CUDA keeps them on the GPU where there is room",
 }

@@ -96,7 +96,6 @@ def prediction_answer(
     if read is not None and longest is not None and farthest is not None:
         text = _of_file(prediction, read, longest.explained, farthest.answer, changed)
     elif answer is None:
-        source += how_many and f"; {how_many}"
         text = _nothing(prediction, source + in_bf16, longest, alternatives)
     else:
         text = _answered(prediction, answer, source + in_bf16, how_many, fuller)
@@ -411,12 +410,11 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
     """
     if (chosen := found.chosen) is None:
         source = predicted_as(found.trainer) if predicted_traits(found.trainer) else "measured"
-        how_many = _how_many(found.alternatives)
         tokens = _tokens(found.length_tokens, found.native_length_tokens)
         text = f"No: {plain(found.model_name)} does not train at {tokens} on "
         fits_shorter = any(each.capacity_tokens for each in found.candidates)
         ended = _ended_by(found, fits_shorter=fits_shorter)
-        text += f"{_where(found, target)}{ended}, {source}{how_many and f'; {how_many}'}."
+        text += f"{_where(found, target)}{ended}{_but_on(found.alternatives, source)}"
         is_scaled = found.length_tokens > found.native_length_tokens
         text = f"{text} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
         is_beside = any(each.rollout_sequences is not None for each in found.candidates)
@@ -512,6 +510,12 @@ def _where(found: Prediction | Recommendation, target: str | None = None) -> str
     return f"{_gpus(found)}{by}"
 
 
+def _but_on(alternatives: Sequence[Alternative], source: str) -> str:
+    """End of a No, on how many GPUs suffice, and a sentence on the source of both."""
+    how_many = _how_many(alternatives)
+    return f"{how_many and f'; {how_many}'}. {source[:1].upper()}{source[1:]}."
+
+
 def _how_many(alternatives: Sequence[Alternative]) -> str:
     """Text on how many GPUs suffice, where that is more than those of the question; else empty."""
     return next((plain(each.how_many) for each in alternatives if each.how_many), "")
@@ -558,7 +562,8 @@ def _nothing(
     text = f"No: {plain(prediction.model_name)} does not train {what} on "
     shorter, fewer = None if longest is None else longest.answer, ()
     fits_shorter = shorter is not None and shorter.capacity_tokens > 0
-    text += f"{_where(prediction)}{_ended_by(prediction, fits_shorter=fits_shorter)}, {source}."
+    text += f"{_where(prediction)}{_ended_by(prediction, fits_shorter=fits_shorter)}"
+    text += _but_on(others, source)
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native_tokens
         how, *_ = _facts_of(shorter, None, None, is_scaled=is_scaled)
