@@ -15,10 +15,8 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.capacity_table import PUBLISHED_TRAINER, rung_name, table_capacities
 from highwater.memory.predictor import predict_cells
-from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import MEMORY, by_replay, predict_untraced
 from highwater.model.model import load_model
-from highwater.nouns.cluster import Cluster
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.study import Cell, Question, counted_ranks, usual_grid
@@ -86,8 +84,8 @@ def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
 
 
 def memory_limits_of(table: CapacityTable) -> dict[str, MemoryLimit]:
-    """The memory of each kind of GPU in a table, by name. Raises UsageError for a kind that is not
-    in the catalog.
+    """The memory of each kind of GPU in a table, by name, and hosts without bound. Raises
+    UsageError for a kind that is not in the catalog.
     """
     limits: dict[str, MemoryLimit] = {}
     for question in table.questions:
@@ -95,8 +93,7 @@ def memory_limits_of(table: CapacityTable) -> dict[str, MemoryLimit]:
         if memory is None:
             hint = "`highwater gpus` lists the kinds that are"
             raise UsageError(f"the memory of {name} is not in the catalog", hint=hint)
-        where = Cluster(gpus=1, device_name=name, device_bytes=memory)
-        limits[name] = memory_limit_of(where, host_memory=None, reserved=0, knows_host=False)
+        limits[name] = MemoryLimit(device_bytes=memory)
     return limits
 
 

@@ -426,15 +426,11 @@ def named_model(
     return str(model), settings
 
 
-def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The flags for a GPU's memory, as keywords of ``predict``."""
-    return {name: getattr(arguments, name) for name in ("gpu_memory", "reserved")}
-
-
 def typed_place(arguments: argparse.Namespace) -> dict[str, Any]:
     """The flags for GPUs, memory and trainer, as keywords of ``predict`` and ``recommend``."""
     named = {"gpus": arguments.cluster, "trainer": arguments.predicted_for}
-    return {**named, "rollout_gpus": arguments.rollout_gpus, **typed_limits(arguments)}
+    alike = ("rollout_gpus", "gpu_memory", "reserved")
+    return {**named, **{name: getattr(arguments, name) for name in alike}}
 
 
 def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]:

@@ -448,10 +448,9 @@ def memory_limit_of(
     host_memory: str | int | None,
     reserved: str | int,
     constants: MachineConstants | None = None,
-    knows_host: bool = True,
 ) -> MemoryLimit:
-    """The memory of each GPU for training, and of the host: with ``knows_host``, the usual host's
-    if none is named. Raises UsageError if nothing is left of a GPU, and for sizes that are odd.
+    """The memory of each GPU for training, and of the host: the usual host's if none is named.
+    Raises UsageError if nothing is left of a GPU, and for sizes that are odd.
     """
     reserved_bytes = parse_memory(str(reserved))
     if reserved_bytes >= where.device_bytes:
@@ -467,4 +466,4 @@ def memory_limit_of(
     limit = MemoryLimit(
         device_bytes=where.device_bytes - reserved_bytes, host_bytes=host_bytes, constants=constants
     )
-    return with_usual_host(limit, where) if knows_host else limit
+    return with_usual_host(limit, where)

@@ -49,10 +49,6 @@ _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 """First bytes of texts in UTF-16."""
 
-_TO_LINES = (
-    "python3 -c 'import json, sys; [print(json.dumps(record)) for record in json.load(sys.stdin)]'"
-)
-
 
 class DataFile(NamedTuple):
     """One file of records, or a folder that ``datasets`` saved."""
@@ -280,7 +276,7 @@ def _listed(file: DataFile) -> Rows:
             raise UsageError(
                 f"{file.name} is one list of more than {_LIST_BYTES >> 20:,} MiB, which would be "
                 "in memory as a whole",
-                hint=f"write a record a line: `{file.printed} | {_TO_LINES} > lines.jsonl`",
+                hint=f"write a record a line: `{file.printed} | jq -c '.[]' > lines.jsonl`",
             )
     data = b"".join(pieces).removeprefix(_BOM)
     _text(data, file, file.name)
