@@ -130,7 +130,9 @@ def test_the_one_thing_that_ends_it_stands_after_the_no(asked, ended):
         where, _, said = first.partition(f" on {found.gpus} x {found.device_name}")
         assert where.startswith("No: ")
         by = r"( for TRL 1.16| for \S+ ?\S* trainer)?"
-        assert re.match(rf"{by}{re.escape(ended)}(, [\d.]+ GiB short)?(; .*)?\. Predicted", said), first
+        assert re.match(rf"{by}{re.escape(ended)}(, [\d.]+ GiB short)?(; .*)?\. Predicted", said), (
+            first
+        )
 
 
 def test_safe_is_what_leaves_the_margin_and_was_not_measured():
