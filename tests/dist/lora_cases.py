@@ -88,10 +88,13 @@ LORAS = {
 }
 PACKED_LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
-    2: [{"replicate_degree": 2}, {"replicate_degree": 2, "ulysses_degree": 2}],
-    4: [],
+    2: [
+        *({}, {"ulysses_degree": 2}, {"ring_degree": 2}, {"replicate_degree": 2}),
+        {"replicate_degree": 2, "ulysses_degree": 2},
+    ],
+    4: [{"replicate_degree": 2}],
 }
-"""Those of a model in NF4, of which each rank has all."""
+"""Those of a model in NF4: not from the host."""
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}, {"offload": True}],
     2: [{}, {"ulysses_degree": 2}, {"ring_degree": 2}, {"offload": True}],
@@ -101,7 +104,10 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 
 NOT_OF_PHI3 = (("some", "phi3"), ("packed, some", "phi3"))
 RECOMPUTED, RECOMPUTES = ("llama", "phi3"), ("layer", "all-but-attention")
-PACKED_WAYS = (("float64", "layer"), ("float32", "layer"), ("float32", "all-but-attention"))
+PACKED_WAYS = (
+    *(("float64", "none"), ("float64", "layer")),
+    *(("float32", "layer"), ("float32", "all-but-attention")),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +153,7 @@ def cases_for(processes: int) -> list[Case]:
             if layout == alone:  # what is recomputed runs outside of the mode that lifts casts
                 wanted.append((family, family, "layer", layout, "float32"))
     for place, layout in enumerate(map(json.dumps, PACKED_LAYOUTS[processes])):
+        wanted += ((family, "packed", "none", layout, "float64") for family in IN_EVERY_LAYOUT)
         for number, family in enumerate(RECOMPUTED):
             for other, (dtype, recompute) in enumerate(PACKED_WAYS):
                 if (place + number + other) % 2 == 0 or deep(layout):

@@ -38,9 +38,7 @@ TOKENS = tuple(range(3, 40))
 def results(folder: str, mode: str) -> None:
     ranks = dist.get_world_size()
     for name in MODELS:
-        # of a model in NF4 each rank has all
-        layout = Layout(gpus=ranks, replicate_degree=ranks if name == "packed" else 1)
-        mesh, _ = place_of(layout)
+        mesh, _ = place_of(Layout(gpus=ranks))
         {"save": save, "resume": resume}[mode](name, Path(folder), mesh)
 
 

@@ -85,16 +85,20 @@ def test_adapters_beside_experts_are_on_attention_and_that_is_said(model):
     assert any(cell.capacity_tokens for cell in found.cells)
 
 
-def test_a_packed_model_has_a_copy_on_each_gpu_and_is_not_sharded():
-    asked = {"gpus": "4xH100-80GB", "lora": 32, "lora_base": "nf4", "rope": "yarn"}
-    with pytest.raises(UsageError, match="not sharded") as refused:
-        highwater.predict("Llama-3.1-8B", copies=2, **asked)
+def test_a_packed_model_is_sharded_by_this_engine_and_copied_by_other_trainers():
+    asked = {"gpus": "4xH100-80GB", "lora": 32, "lora_base": "nf4", "length": "64k"}
+    with pytest.raises(UsageError, match="this package's engine alone") as refused:
+        highwater.predict("Llama-3.1-8B", trainer="axolotl", copies=2, **asked)
     assert refused.value.hint == "use `--copies 4`"
-    found = highwater.predict("Llama-3.1-8B", **asked)
-    assert found.cells == highwater.predict("Llama-3.1-8B", copies=4, **asked).cells
-    assert {each.cell.layout.replicate_degree for each in found.cells} == {4}
-    shared = {each.cell.layout.ulysses_degree: each.capacity_tokens or 0 for each in found.cells}
-    assert shared[4] > shared[1] > 0
+    found, copied = (
+        highwater.predict("Llama-3.1-8B", **asked, **own) for own in ({}, {"copies": 4})
+    )
+    assert {each.cell.layout.replicate_degree for each in found.cells} == {1}
+    for each, whole in zip(found.cells, copied.cells, strict=True):
+        assert each.headroom_bytes > whole.headroom_bytes
+    theirs = highwater.predict("Llama-3.1-8B", trainer="axolotl", **asked)
+    assert {each.cell.layout.replicate_degree for each in theirs.cells} == {4}
+    assert any("each GPU has a copy" in note for note in theirs.notes)
 
 
 def test_a_base_in_four_bits_takes_a_quarter_and_is_labelled():
@@ -146,14 +150,14 @@ def test_a_frozen_weight_has_no_gradient_to_compute():
     assert reference - adapters == step_flops(shape, **asked, settings=Settings()) // 3
 
 
-def test_more_gpus_of_a_packed_model_are_copies_and_the_flags_work():
+def test_more_gpus_of_a_packed_model_share_it_and_the_flags_work():
     asked = {"length": "128k", "lora": 16, "lora_base": "nf4", "activations": "gpu"}
     found = highwater.recommend("Llama-3.1-8B", gpus="1xRTX-4090", **asked)
     (more,) = (each for each in found.alternatives if each.kind == "more GPUs")
     flag, gpus = more.flags
     assert flag == "--gpus"
     chosen = highwater.recommend("Llama-3.1-8B", gpus=gpus, **asked).chosen
-    assert gpus == f"{chosen.cell.layout.replicate_degree}xRTX-4090"
+    assert gpus == f"{chosen.cell.layout.shard_degree}xRTX-4090"
 
 
 NATIVE = 32_768

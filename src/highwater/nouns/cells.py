@@ -32,6 +32,9 @@ _RECOMPUTE_ORDER = ("none", "all-but-attention", "layer")
 """Kinds of recomputation, the simplest first; any other is less simple than these."""
 
 
+_COPIED = "FSDP beside a model in nf4 is predicted for this package's engine alone"
+
+
 def default_ladder(
     *, device: str, base: Settings, allocator: Allocator | None = None, loss: Loss | None = None
 ) -> tuple[Settings, ...]:
@@ -79,11 +82,13 @@ def cells_of(
     counts: tuple[int, ...],
     *,
     has_ring: bool = True,
+    shards_packed: bool = False,
     machines: int = 1,
     longest_tokens: int | None = None,
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
     """Cells of every layout that can work on every rung, and a note for each skipped layout.
-    ``has_ring``: the trainer has ring attention. ``machines``: number that the GPUs are in.
+    ``has_ring``: the trainer has ring attention; ``shards_packed``: its FSDP beside a model in NF4
+    is predicted, else each GPU has a copy. ``machines``: number that the GPUs are in.
     ``longest_tokens``: the longest document; None: unknown. Raises UsageError if no layout works.
     """
     if device == "cpu" and request.allocator == "expandable":
@@ -97,9 +102,10 @@ def cells_of(
         with suppress(UsageError):  # without recomputation no input moves
             on_host = request.settings.replace(activations="host")
             ladders += [ladder(base=on_host, allocator=request.allocator or "expandable")]
-    is_packed = request.settings.lora_base == "nf4"
+    is_copied = request.settings.lora_base == "nf4" and not shards_packed
     degrees = product(counts, request.ulysses or (1,), request.ring, request.copies or (1,))
-    if is_packed and request.copies is None:  # nothing shards it: each GPU has a copy
+    is_default = is_copied and request.copies is None
+    if is_default:
         degrees = ((gpus, ulysses, ring, gpus) for gpus, ulysses, ring, _ in degrees)
     asked = [_Degrees(*each, machines=machines) for each in dict.fromkeys(degrees)]
     pattern = request.settings.pattern
@@ -107,7 +113,7 @@ def cells_of(
     bounds = _Bounds(
         *(shape, device, request.settings.strategy),
         *(has_ring, longest_tokens, pattern),
-        is_packed=is_packed,
+        is_copied=is_copied,
         head_groups=request.settings.attention_head_groups,
     )
     obstacles = {each: bounds.obstacle(each) for each in asked}
@@ -122,9 +128,9 @@ def cells_of(
         raise UsageError(problem, hint=f"use {works}")
     every = (place for rungs in ladders for place in product(layouts, rungs))
     cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in every)
-    return cells, tuple(
-        f"{each.label_on(device)} is skipped: {why}" for each, why in skipped.items()
-    )
+    said = [f"{each.label_on(device)} is skipped: {why}" for each, why in skipped.items()]
+    said += [f"{_COPIED}: here each GPU has a copy"] * (is_default and max(counts) > 1)
+    return cells, tuple(said)
 
 
 def within_token_budget(
@@ -251,8 +257,8 @@ class _Bounds(NamedTuple):
     longest_tokens: int | None
     pattern: SparsePatternConfig | None
     """The keys that attention keeps; None: every key."""
-    is_packed: bool
-    """True if the model is frozen in NF4."""
+    is_copied: bool
+    """True if each GPU has to have a copy of the model, which is in NF4."""
     head_groups: int = 1
     """Groups of key/value heads that attention is computed in, one after the other."""
 
@@ -266,8 +272,8 @@ class _Bounds(NamedTuple):
             return f"{asked.copies} copies do not divide {ranks}"
         if asked.copies > 1 and self.strategy != "fsdp2":
             return "FSDP1 keeps no copies of its shards"
-        if self.is_packed and asked.copies < asked.gpus:
-            return f"a model in nf4 is not sharded: each GPU has a copy, not {asked.copies} share"
+        if self.is_copied and asked.copies < asked.gpus:
+            return _COPIED
         if asked.ring > 1 and self.head_groups > 1:
             return "a ring passes on all heads at once, and attention in head groups does not"
         needed = asked.ulysses * self.head_groups
@@ -302,7 +308,7 @@ def _offers(
     """Flags that would work: the nearest layouts to the refused ones, or Ulysses alone."""
     beside = ""
     if all(next(bounds.layouts(gpus), None) is None for gpus in counts):
-        # a model in nf4 needs copies, which FSDP1 has not
+        # copies that a trainer needs of a model in nf4, which FSDP1 has not
         bounds, beside = bounds._replace(strategy="fsdp2"), "--strategy fsdp2"
     nearest = {each: _nearest(each, bounds) for each in refused}
     works = [to.flags_after(each) for each, to in nearest.items() if to.is_shared_as(each)]

@@ -236,7 +236,8 @@ def _other_trainings(goal: Goal) -> Iterator[_Change]:
         others.append(("AdamW in float32, its states in host memory", {"optimizer": "adamw"}))
         what = f"LoRA, another training: adapters of rank {_LORA_RANK} beside a frozen model"
         others.append((what, {"lora": _LORA_RANK}))
-    if "lora_base" not in goal.settings and goal.where.gpus == 1:
+    is_known = goal.where.gpus == 1 or TRAINERS[goal.trainer].shards_packed
+    if "lora_base" not in goal.settings and is_known:
         rank = goal.settings.get("lora", _LORA_RANK)
         what = f"QLoRA, which is lossy: adapters of rank {rank} beside a frozen model in 4 bits"
         others.append((what, {"lora": rank, "lora_base": "nf4"}))
