@@ -86,21 +86,13 @@ LORAS = {
     "packed": Lora(rank=3, alpha=6, base="nf4"),
     "packed, some": Lora(rank=5, alpha=4, targets="v_proj,down_proj", base="nf4"),
 }
-PACKED_LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    1: [{}],
-    2: [
-        *({}, {"ulysses_degree": 2}, {"ring_degree": 2}, {"replicate_degree": 2}),
-        {"replicate_degree": 2, "ulysses_degree": 2},
-    ],
-    4: [{"replicate_degree": 2}],
-}
-"""Those of a model in NF4: not from the host."""
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}, {"offload": True}],
     2: [{}, {"ulysses_degree": 2}, {"ring_degree": 2}, {"offload": True}],
     4: [{"ulysses_degree": 2}, {"replicate_degree": 2}],
 }
-
+PACKED_LAYOUTS = {n: [each for each in of if "offload" not in each] for n, of in LAYOUTS.items()}
+PACKED_LAYOUTS[2] += [{"replicate_degree": 2}, {"replicate_degree": 2, "ulysses_degree": 2}]
 
 NOT_OF_PHI3 = (("some", "phi3"), ("packed, some", "phi3"))
 RECOMPUTED, RECOMPUTES = ("llama", "phi3"), ("layer", "all-but-attention")

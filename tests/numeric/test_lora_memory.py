@@ -48,12 +48,8 @@ TRIALS: dict[str, dict[str, Any]] = {
     "nf4, wide and fused": {**QLORA, "config": BROAD, "length_tokens": 512},
     "nf4, no recompute": {**QLORA, "recompute": "none"},
     "nf4, two copies": {**QLORA, **SHARED, "replicate_degree": 2},
-    "nf4, two": {**QLORA, **TWO},
     "nf4, two, wide and fused": {**QLORA, **TWO, "config": BROAD, "length_tokens": 512},
-    "nf4, two, gathered": {**QLORA, **TWO, "config": WIDE, "length_tokens": 64},
     "nf4, two, shared, no recompute": {**QLORA, **SHARED, "recompute": "none"},
-    "nf4, two, ring": {**QLORA, **RING},
-    "nf4, two copies of two": {**QLORA, "gpus": 4, "replicate_degree": 2},
     "two": TWO,
     "two, shared": SHARED,
     "two, ring": RING,
@@ -63,6 +59,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "moments": {"offload": "states"},
     "two, moments": {"offload": "states", **TWO},
 }
+TRIALS |= {f"nf4, {name}": QLORA | TRIALS[name] for name in ("two", "two, gathered", "two, ring")}
 EVERYDAY = deep(*TRIALS) or (
     *("fused projections", "some", "reference", "whole logits", "nf4", "nf4, two copies"),
     *("nf4, two", "two, ring", "two, moments"),
