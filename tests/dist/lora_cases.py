@@ -96,10 +96,7 @@ PACKED_LAYOUTS[2] += [{"replicate_degree": 2}, {"replicate_degree": 2, "ulysses_
 
 NOT_OF_PHI3 = (("some", "phi3"), ("packed, some", "phi3"))
 RECOMPUTED, RECOMPUTES = ("llama", "phi3"), ("layer", "all-but-attention")
-PACKED_WAYS = (
-    *(("float64", "none"), ("float64", "layer")),
-    *(("float32", "layer"), ("float32", "all-but-attention")),
-)
+PACKED_WAYS = (("float64", "none"), ("float64", "layer"), *product(("float32",), RECOMPUTES))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,7 @@ def test_adapters_beside_experts_are_on_attention_and_that_is_said(model):
 
 def test_a_packed_model_is_sharded_by_this_engine_and_copied_by_other_trainers():
     asked = {"gpus": "4xH100-80GB", "lora": 32, "lora_base": "nf4", "length": "64k"}
-    with pytest.raises(UsageError, match="this package's engine alone") as refused:
+    with pytest.raises(UsageError, match="FSDP2 leaves a model in nf4 whole") as refused:
         highwater.predict("Llama-3.1-8B", trainer="axolotl", copies=2, **asked)
     assert refused.value.hint == "use `--copies 4`"
     theirs = highwater.predict("Llama-3.1-8B", trainer="axolotl", **asked)

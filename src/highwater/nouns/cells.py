@@ -30,9 +30,10 @@ _OFFLOAD_ORDER: tuple[Offload, ...] = (False, "states", True)
 """Values of ``offload``, by how much is in host memory, the least first."""
 _RECOMPUTE_ORDER = ("none", "all-but-attention", "layer")
 """Kinds of recomputation, the simplest first; any other is less simple than these."""
-
-
-_COPIED = "FSDP beside a model in nf4 is predicted for this package's engine alone"
+_COPIED = (
+    "accelerate's FSDP2 leaves a model in nf4 whole on each GPU, or, stored as bfloat16, changes "
+    "some of its numbers; its FSDP1 beside one is not predicted"
+)
 
 
 def default_ladder(
@@ -87,8 +88,8 @@ def cells_of(
     longest_tokens: int | None = None,
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
     """Cells of every layout that can work on every rung, and a note for each skipped layout.
-    ``has_ring``: the trainer has ring attention; ``shards_packed``: its FSDP beside a model in NF4
-    is predicted, else each GPU has a copy. ``machines``: number that the GPUs are in.
+    ``has_ring``: the trainer has ring attention; ``shards_packed``: it shards a model in NF4,
+    else each GPU has a copy. ``machines``: number that the GPUs are in.
     ``longest_tokens``: the longest document; None: unknown. Raises UsageError if no layout works.
     """
     if device == "cpu" and request.allocator == "expandable":
@@ -129,7 +130,7 @@ def cells_of(
     every = (place for rungs in ladders for place in product(layouts, rungs))
     cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in every)
     said = [f"{each.label_on(device)} is skipped: {why}" for each, why in skipped.items()]
-    said += [f"{_COPIED}: here each GPU has a copy"] * (is_default and max(counts) > 1)
+    said += [f"{_COPIED}: each GPU has a copy here"] * (is_default and max(counts) > 1)
     return cells, tuple(said)
 
 
