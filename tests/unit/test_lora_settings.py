@@ -85,17 +85,16 @@ def test_adapters_beside_experts_are_on_attention_and_that_is_said(model):
     assert any(cell.capacity_tokens for cell in found.cells)
 
 
-def test_a_packed_model_is_sharded_by_this_engine_and_copied_by_other_trainers():
-    asked = {"gpus": "4xH100-80GB", "lora": 32, "lora_base": "nf4", "length": "64k"}
-    with pytest.raises(UsageError, match="FSDP2 leaves a model in nf4 whole") as refused:
-        highwater.predict("Llama-3.1-8B", trainer="axolotl", copies=2, **asked)
-    assert refused.value.hint == "use `--copies 4`"
-    theirs = highwater.predict("Llama-3.1-8B", trainer="axolotl", **asked)
-    assert any("each GPU has a copy" in note for note in theirs.notes)
-    assert {each.cell.layout.replicate_degree for each in theirs.cells} == {4}
-    copied, found = (highwater.predict("Llama-3.1-8B", copies=n, **asked) for n in (4, None))
-    for each, whole in zip(found.cells, copied.cells, strict=True):
+@pytest.mark.parametrize("trainer", ["highwater", "axolotl", "trl"])
+def test_a_packed_model_is_sharded_by_this_engine_and_by_others_if_asked(trainer):
+    asked = {"gpus": "4xH100", "lora": 32, "lora_base": "nf4", "length": "64k", "trainer": trainer}
+    usual, copied, shared = (predict("Llama-3.1-8B", copies=n, **asked) for n in (None, 4, 1))
+    is_ours = trainer == "highwater"
+    assert usual.cells == (shared if is_ours else copied).cells
+    for each, whole in zip(shared.cells, copied.cells, strict=True):
         assert each.headroom_bytes > whole.headroom_bytes
+    for found, said in ((usual, "`--copies 1`"), (shared, "nobody measured")):
+        assert any(said in note for note in found.notes) != is_ours
 
 
 def test_a_base_in_four_bits_takes_a_quarter_and_is_labelled():

@@ -176,7 +176,8 @@ def _rearranged(goal: Goal) -> Iterator[_Change]:
         fewer = replace(goal, settings={**settings, "sequences_per_micro_batch": rows})
         flags = ("--sequences-per-micro-batch", str(rows))
         yield f"{counted(rows, 'sequence')} a micro-batch", flags, (), fewer
-    if settings.get("copies", [1]) != [1]:
+    is_sharded = settings.get("lora_base") != "nf4" or TRAINERS[goal.trainer].shards_packed
+    if settings.get("copies", [1] if is_sharded or goal.where.gpus == 1 else None) != [1]:
         one = replace(goal, settings={**settings, "copies": [1]})
         yield "one copy of the states, in shards (FSDP, as ZeRO-3)", ("--copies", "1"), (), one
     if settings.get("deepspeed") == "zero2":
