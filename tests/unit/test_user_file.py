@@ -206,6 +206,8 @@ def test_zero_2_beside_nf4_is_ddp_and_accelerates_own_fields_are_read(tmp_path: 
     assert settings(found).deepspeed == "none"
     assert found.cells[0].cell.layout.replicate_degree == 2
     assert any("taken as DDP" in note for note in found.notes)
+    found = predicted(tmp_path, "axolotl", AXOLOTL | {"fsdp_version": 2}, gpus="2")
+    assert found.cells[0].cell.layout.shard_degree == 2
     own = {"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "none"}
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     for section, form in ((own, "zero2-offload"), ({"deepspeed_config_file": "ds.json"}, "zero3")):

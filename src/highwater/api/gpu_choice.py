@@ -118,7 +118,7 @@ def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
     def trains(count: int) -> bool:
         try:
             found[count] = predict(model, gpus=gpus if count == 1 else f"{count}x{gpus}", **asked)
-        except UsageError as error:  # degrees need as many GPUs; NF4 needs `--copies`
+        except UsageError as error:  # degrees need as many GPUs
             refused.append(error)
             return False
         return any(cell.capacity_tokens for cell in found[count].cells)

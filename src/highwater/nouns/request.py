@@ -156,7 +156,8 @@ class _FirstFields(DeclaredRecord, frozen=True, kw_only=True):
     copies: tuple[int, ...] | None = kinds.COUNTS(
         None,
         "copies of what FSDP2 shards, each among GPUs / copies; with as many as machines, the "
-        "network between them carries gradients alone; default: 1, of a model in nf4 one a GPU",
+        "network between them carries gradients alone; default: 1, of a model in nf4 by "
+        "another trainer one a GPU",
     )
     memory: Size | None = kinds.SIZE(
         None,

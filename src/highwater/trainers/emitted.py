@@ -117,6 +117,7 @@ class Dialect(NamedTuple):
         ``start`` (empty: not), the command. ``text`` makes the file from the comment; None: YAML.
         """
         refuse_kept_attention(self.name, chosen.cell.settings)
+        refuse_packed_shards(self.name, chosen.cell)
         comments = comment(
             [
                 *self._heading(found, chosen, logits_bytes),
@@ -222,6 +223,13 @@ def refuse_kept_attention(name: str, settings: Settings) -> None:
     if settings.recompute == "all-but-attention":
         problem = f"{name} recomputes whole layers: it keeps no attention"
         raise UsageError(problem, hint="use `--recompute layer`")
+
+
+def refuse_packed_shards(name: str, cell: Cell) -> None:
+    """Raise UsageError for shards of a model in NF4, which accelerate's FSDP2 does not make."""
+    if cell.settings.lora_base == "nf4" and cell.layout.shard_degree > 1:
+        problem = f"{name} is started with a copy of a model in NF4 on each GPU, not with shards"
+        raise UsageError(problem, hint=f"use `--copies {cell.layout.gpus}`")
 
 
 def other_optimizer(settings: Settings) -> dict[str, Value]:

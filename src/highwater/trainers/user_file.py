@@ -178,6 +178,8 @@ def settings_of(
         if found.get("lora_base") == "nf4" and found.get("deepspeed") == "zero2":
             notes.append("ZeRO-2 beside a model in NF4 is taken as DDP, which shares nothing")
             found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
+        elif found.get("lora_base") == "nf4" and gpus > 1 and "copies" not in found:
+            found["copies"] = [1]
     elif words.words:
         found = _by_words(words, config, source, gpus, notes)
     else:
