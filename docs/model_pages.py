@@ -240,11 +240,6 @@ def _traps(model: Model) -> Iterator[str]:
             "**LoRA of the table is on attention alone.** `--lora-targets` can name the layers of "
             "experts too; they do not go into NF4, so that QLoRA is refused."
         )
-    else:
-        yield (
-            "**QLoRA is a copy on every GPU:** a model in NF4 is not sharded, so that more GPUs "
-            "save no memory."
-        )
     if shape.vocab_size >= _MANY_ENTRIES:
         logits = format_bytes(2 * shape.vocab_size * 32_768)
         yield (

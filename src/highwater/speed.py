@@ -24,7 +24,11 @@ from highwater.nouns.layout import (
     Layout,
     stretch,
 )
-from highwater.nouns.objective import adapter_parameters_of_layer, outer_adapter_parameters
+from highwater.nouns.objective import (
+    adapter_parameters_of_layer,
+    outer_adapter_parameters,
+    saved_by_base,
+)
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import kept_pairs
 
@@ -478,13 +482,17 @@ def _forward_alone(
 def _exchanged_bytes(
     shape: ModelShape, settings: Settings, layout: Layout, *, tokens: int
 ) -> float:
-    """Bytes that a GPU receives in a micro-batch: parameters twice in bfloat16 and gradients once
-    in float32; in every pass heads for Ulysses, and for a ring keys and values, or with linear
-    attention a layer's input and output; states, 4 MB, are left out.
+    """Bytes that a GPU receives in a micro-batch: parameters twice, in bfloat16 or NF4, and
+    gradients once in float32; in every pass heads for Ulysses, and for a ring keys and values, or
+    with linear attention a layer's input and output; states, 4 MB, are left out.
     """
     shards, copies = layout.shard_degree, layout.replicate_degree
     trained = trained_parameters(shape, settings)
-    gathered = 4 * shape.parameters + (4 * trained if settings.lora is None else 0)
+    gathered = 4 * shape.parameters
+    if settings.adapters is None:
+        gathered += 4 * trained
+    else:
+        gathered -= 2 * saved_by_base(shape, settings.adapters, element=2)
     total = settings.trained_models * gathered * (shards - 1) / shards
     total += 8 * trained / shards * (copies - 1) / copies
     own = tokens / layout.context_degree

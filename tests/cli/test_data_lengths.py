@@ -61,7 +61,7 @@ def test_each_length_keeps_what_its_definition_says_and_the_last_one_everything(
     assert (found.documents, found.tokens, found.longest_tokens) == (100, TOKENS, 70_001)
     assert (found.tokenizer, found.bytes_per_token) == ("bytes", 4)
     assert (found.whole_tokens, found.reach_tokens) == (20_224, None)
-    assert [each.length_tokens for each in found.lengths] == [8192, 16384, 32768, 65536, 131072]
+    assert [each.length_tokens for each in found.lengths] == [2**power for power in range(10, 18)]
     for each in found.lengths:
         assert each.kept_tokens == kept(each.length_tokens)
         assert each.documents == sum(one <= each.length_tokens for one in LENGTHS)
@@ -203,7 +203,7 @@ def test_of_another_trainer_the_share_that_its_longest_length_cuts_is_told(run, 
     assert len(first.split()) <= 30
     words = ("Gemma-3-12b-it", "--gpus", "L40S", "--lora", "16")
     assert (
-        "; 1 x L40S and host memory train "
+        "; 1 x L40S with host memory trains "
         in run("highwater", "predict", *words, "--data", data).stdout
     )
     assert second.startswith(f"{longer} of 100 documents ({longer / 100:.1%}) ")

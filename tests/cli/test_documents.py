@@ -138,7 +138,8 @@ def test_a_command_in_a_document_runs(command, document, run):
     grids = not {"--length", "--proof", "--print-config", "--data", "--json"} & set(words)
     if words[0] == "predict" and grids:
         first = done.stdout.splitlines()[0]
-        longest = r"longest: ≥?[\d,]+|the longest it was made for|prompt and response"
+        longest = r"longest: ≥?[\d,]+(; by .*?: ≥?[\d,]+)?"
+        longest += "|the longest it was made for|prompt and response"
         tokens = rf"(up to|its native) [\d,]+ tokens( \((({longest})(, |\)))+)?"
         assert re.search(rf" trains? {tokens} on |^No: ", first)
     if words[0] == "find" and grids:

@@ -12,7 +12,7 @@ from conftest import following, refusal
 from highwater.cli import recommend as command
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
-from highwater.nouns.trainer import trainer_title
+from highwater.nouns.trainer import REGISTRY
 
 ASKED = (
     *("Qwen3-0.6B", "--gpus", "4xH20-96GB", "--length", "16k"),
@@ -55,8 +55,8 @@ def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(h
         is_its_own = target != "torchtitan"
         said = "# Not predicted for this trainer: nobody measured what "
         if is_its_own:
-            trained = "scripts" if target == "accelerate" else "trainer"
-            where = f"4 x H20-96GB for {trainer_title(target)}'s {trained}"
+            row = REGISTRY[target]
+            where = "4 x H20-96GB for " + (row.trained or f"{row.title}'s trainer")
             said = f"# Yes: Qwen3-8B trains 65,536 tokens (1.6 x native 40,960) on {where}: safe, "
         assert answer.startswith(said)
         assert heading.startswith(f"{first}: Qwen3-8B, ")

@@ -52,7 +52,7 @@ def recorded() -> list[tuple[str, ...]]:
 def test_the_first_line_is_true_of_the_trainer_and_no_verdict_is_anothers(target, capsys):
     """Over every recorded cell; what is not predicted as its own has no word of a verdict."""
     own = TARGETS[target].predicted_for
-    who = "accelerate's scripts" if own == "accelerate" else f"{trainer_title(target)}'s trainer"
+    who = REGISTRY[target].trained or f"{trainer_title(target)}'s trainer"
     step = "" if target == own else f" for {step_in_words(own)}"
     outside = " A step's seconds leave out generation." * (own == "trinity")
     kinds: set[str] = set()

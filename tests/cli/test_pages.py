@@ -62,6 +62,20 @@ def test_a_prediction_in_a_file_is_a_source_too(highwater, tmp_path):
     )
 
 
+@pytest.mark.parametrize("flags", [("--ring", "1", "2"), ("--lora", "16", "--lora-base", "nf4")])
+def test_another_setting_of_what_is_predicted_is_offered_as_a_prediction(
+    highwater, tmp_path, flags
+):
+    words = ("guide", TABLE, "--predict", "Qwen3-4B", *A100S, *flags, "-o", "g.md")
+    problem, hint = refusal(highwater(*words), 2)
+    assert problem == f"unknown flag {flags[0]}"
+    (_, *predicted, to, path), (_, *guided) = offered(hint)
+    assert predicted == ["predict", "Qwen3-4B", *A100S, *flags, "--json"]
+    assert (to, guided) == (">", ["guide", path])
+    (tmp_path / path).write_text(highwater(*predicted).stdout)
+    assert highwater(*guided).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -1,18 +1,14 @@
 """``highwater predict`` as a user runs it."""
 
-import json
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from conftest import SIMULATED, following, offered, refusal
 
 from highwater.trainers.trl.words import VERSION
 from tables import table
-from tiny_models import write_model
 
-PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 A100S = ("--gpus", "4xA100-80GB")
 
 
@@ -122,67 +118,6 @@ def test_a_row_says_what_lacks_and_the_sentences_likely_length(highwater):
     done = highwater("recommend", *asked, "--length", "8k").stdout
     assert re.search(r"the simplest +12,288, likely", done)
     assert re.search(r"tight: leaves .* 8,192, tight", done)
-
-
-def test_predictions_are_scored_against_a_table(highwater, tmp_path):
-    heading, *rows = PUBLISHED_A100.read_text().splitlines()
-    few = tmp_path / "few.csv"
-    small = (row for row in rows if re.search(r",1,1,Qwen3-(0\.6|1\.7)B,", row))
-    few.write_text("\n".join((heading, *small)) + "\n")
-    words = ("predict", "--trainer", "trinity", "--against", str(few))
-    document = json.loads(highwater(*words, "--json").stdout)
-    found = {"settings": "env", "cells": 2, "exact": 2, "within_one_step": 2}
-    assert document["per_settings"][1] == found
-    done = highwater(*words)
-    assert done.returncode == 0
-    assert "within one step" in done.stdout
-    assert re.search(r"4 of 6 cells.* formula", done.stdout)
-    assert (document["replayed_cells"], document["formula_cells"]) == (4, 2)
-
-
-HEADING = "gpu,settings,gpus,sp,model,max_model_len\n"
-
-
-def test_a_table_says_when_no_cell_is_replayed_and_may_name_directories(highwater, tmp_path, tiny):
-    other = write_model(tmp_path / "other" / tiny.name, num_hidden_layers=4)
-    rows = (f"A100-80GB,vanilla,3,1,{model},4096\n" for model in ("Qwen3-4B", "./tiny", other))
-    (tmp_path / "few.csv").write_text(HEADING + "".join(rows))
-    done = highwater("predict", "--trainer", "trinity", "--against", "few.csv")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"no cell by .*: all 3 by ", done.stdout)
-    for name in ("./tiny", other):
-        assert f"A100-80GB, {name}, 3 GPUs: known 4,096" in done.stdout
-    words = ("predict", "--trainer", "trinity", "--against", "few.csv")
-    assert following(done) == [*words, "--json"]
-    document = json.loads(highwater(*words, "--json").stdout)
-    assert (document["replayed_cells"], document["formula_cells"]) == (0, 3)
-
-
-def test_a_table_of_a_gpu_that_no_catalog_has_is_compared_by_its_memory(highwater, tmp_path):
-    (tmp_path / "few.csv").write_text(HEADING + "A16,env,1,1,Qwen3-0.6B,4096\n")
-    words = ("predict", "--against", "few.csv")
-    problem, hint = refusal(highwater(*words), 2)
-    assert "A16" in problem
-    memory = next(each for each in offered(hint) if each[0] == "--gpu-memory")
-    assert highwater(*words, *memory).returncode == 0
-    large, shared = (
-        highwater(*words, "--gpu-memory", "48GiB", *more).stdout
-        for more in ((), ("--reserved", "30GiB"))
-    )
-    assert large != shared
-    assert "0.0 MiB" in refusal(highwater(*words, "--gpu-memory", "0"), 2)[0]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        *("--ulysses 2", "--offload", "--loss full", "--resolution 4k", "--headroom 2GiB"),
-        *("--explain", "--exact"),
-    ],
-)
-def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater, flags):
-    _, hint = refusal(highwater("predict", "--against", str(PUBLISHED_A100), *flags.split()), 2)
-    assert offered(hint) == [[flags.split()[0]]]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from highwater.trainers.targets import TARGETS
 from tables import deep, table
 
 ROOT = Path(__file__).parents[2]
-PUBLISHED_A100 = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
 PREDICT = ("predict", "Llama-3.1-8B", "--gpus", "4xA100-80GB")
 LAYOUTS = ("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2", "4", "--ulysses", "1", "2")
 PAGES: dict[str, tuple[str, ...]] = {
@@ -113,10 +112,6 @@ def standing(shown: str) -> list[str]:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory, in_a_pipe: Pipe) -> Path:
     directory = tmp_path_factory.mktemp("pages")
-    heading, *rows = PUBLISHED_A100.read_text(encoding="utf-8").splitlines()
-    (directory / "few.csv").write_text(
-        "\n".join([heading, *(row for row in rows if "Qwen3-0.6B" in row)]) + "\n"
-    )
     assert in_a_pipe(directory, *LAYOUTS, "--study", "found.jsonl").returncode == 0
     return directory
 

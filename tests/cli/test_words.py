@@ -4,19 +4,19 @@ are left to ``--as published``, ``search_context_length_capacity`` and ``setting
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Run
 
-from highwater import guide, open_study, study_report, write_guide, write_report
+from highwater import guide, open_study, predict, study_report, write_guide, write_report
 from highwater.cli.grammar import commands
 from highwater.memory.snapshot.memory_profile import memory_profile
 from highwater.nouns.attention_bench import AttentionBench
-from highwater.nouns.codec import from_builtins
+from highwater.nouns.codec import from_builtins, to_json
 from highwater.pages.attention import attention_markdown
-from highwater.pages.guide import Guide
 from highwater.pages.profile import profile_page
 from highwater.pages.study_answer import published_tables
 from places import DATA, FOUND, RESULTS, ROOT
@@ -28,13 +28,13 @@ BENCHES = RESULTS / "attention"
 PROFILED = DATA / "snapshots" / "trainer_out_of_memory.pickle"
 MODEL = "Qwen3-0.6B"
 QUESTIONS, DOCUMENTS = table("words", "questions"), table("words", "documents")
-GUIDES: dict[str, Callable[[], Guide]] = {
-    "published": lambda: guide(TABLE),
-    "measured": lambda: guide(
-        FOUND / "grpo-0.6b-1-offload.jsonl", FOUND / "edge-4b-2-full-native.jsonl"
-    ),
-    "predicted": lambda: guide(predict=["Qwen3-8B"], gpus=["4xA100-80GB"], ring=[1, 2]),
-    "lora": lambda: guide(predict=[MODEL], gpus=["2xA100-80GB"], trained={"lora": 16}),
+GUIDES = {
+    "published": [TABLE],
+    "measured": [FOUND / "grpo-0.6b-1-offload.jsonl", FOUND / "edge-4b-2-full-native.jsonl"],
+}
+PREDICTED: dict[str, dict[str, Any]] = {
+    "predicted": {"model": "Qwen3-8B", "gpus": "4xA100-80GB", "ring": [1, 2]},
+    "lora": {"model": MODEL, "gpus": "2xA100-80GB", "lora": 16},
 }
 REPORTED = ("edge-4b-2-full-native.jsonl", "grpo-0.6b-1-offload.jsonl", "qwen3-4b-79gib.jsonl")
 
@@ -46,8 +46,10 @@ def ours(command: str, text: str) -> str:
 
 
 def pages(folder: Path) -> Iterator[tuple[str, str]]:
-    for name, make in GUIDES.items():
-        made = make()
+    for name, asked in PREDICTED.items():
+        (folder / f"{name}.json").write_text(to_json(predict(**asked)))
+    for name, sources in {**GUIDES, **{n: [folder / f"{n}.json"] for n in PREDICTED}}.items():
+        made = guide(*sources)
         for end in ("html", "md"):
             yield f"guide: {name}.{end}", write_guide(folder / f"{name}.{end}", made).read_text()
     for name in REPORTED:

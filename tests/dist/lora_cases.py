@@ -86,22 +86,17 @@ LORAS = {
     "packed": Lora(rank=3, alpha=6, base="nf4"),
     "packed, some": Lora(rank=5, alpha=4, targets="v_proj,down_proj", base="nf4"),
 }
-PACKED_LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    1: [{}],
-    2: [{"replicate_degree": 2}, {"replicate_degree": 2, "ulysses_degree": 2}],
-    4: [],
-}
-"""Those of a model in NF4, of which each rank has all."""
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}, {"offload": True}],
     2: [{}, {"ulysses_degree": 2}, {"ring_degree": 2}, {"offload": True}],
     4: [{"ulysses_degree": 2}, {"replicate_degree": 2}],
 }
-
+PACKED_LAYOUTS = {n: [each for each in of if "offload" not in each] for n, of in LAYOUTS.items()}
+PACKED_LAYOUTS[2] += [{"replicate_degree": 2}, {"replicate_degree": 2, "ulysses_degree": 2}]
 
 NOT_OF_PHI3 = (("some", "phi3"), ("packed, some", "phi3"))
 RECOMPUTED, RECOMPUTES = ("llama", "phi3"), ("layer", "all-but-attention")
-PACKED_WAYS = (("float64", "layer"), ("float32", "layer"), ("float32", "all-but-attention"))
+PACKED_WAYS = (("float64", "none"), ("float64", "layer"), *product(("float32",), RECOMPUTES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +142,7 @@ def cases_for(processes: int) -> list[Case]:
             if layout == alone:  # what is recomputed runs outside of the mode that lifts casts
                 wanted.append((family, family, "layer", layout, "float32"))
     for place, layout in enumerate(map(json.dumps, PACKED_LAYOUTS[processes])):
+        wanted += ((family, "packed", "none", layout, "float64") for family in IN_EVERY_LAYOUT)
         for number, family in enumerate(RECOMPUTED):
             for other, (dtype, recompute) in enumerate(PACKED_WAYS):
                 if (place + number + other) % 2 == 0 or deep(layout):

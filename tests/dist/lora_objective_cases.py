@@ -3,9 +3,6 @@ model that has the adapters merged in.
 
 By the chain rule: of ``W + scale * B A`` with a gradient G, A's is ``scale * B^T G`` and B's is
 ``scale * G A^T``. The reference is the policy without its adapters.
-
-``torchrun --nproc-per-node N lora_objective_cases.py RESULT FOLDER``: writes, as rank 0, one JSON
-object {case name: deviations}.
 """
 
 from pathlib import Path

@@ -1,8 +1,7 @@
 """One process of a group that trains adapters and saves them: by a folder and a mode.
 
-``save`` trains a step, saves
-shards, adapters and merged weights, and trains another; ``resume`` loads the shards into a fresh
-model and trains the other step. Each writes the adapters that it ends with.
+``save`` trains a step, saves shards, adapters and merged weights, and trains another; ``resume``
+loads the shards into a fresh model and trains the other step. Each writes its last adapters.
 """
 
 from pathlib import Path
@@ -36,11 +35,8 @@ TOKENS = tuple(range(3, 40))
 
 
 def results(folder: str, mode: str) -> None:
-    ranks = dist.get_world_size()
+    mesh, _ = place_of(Layout(gpus=dist.get_world_size()))
     for name in MODELS:
-        # of a model in NF4 each rank has all
-        layout = Layout(gpus=ranks, replicate_degree=ranks if name == "packed" else 1)
-        mesh, _ = place_of(layout)
         {"save": save, "resume": resume}[mode](name, Path(folder), mesh)
 
 

@@ -37,8 +37,6 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Lora, adapter_parameters
 from tiny_models import SIZES
 
-KINDS = ("went-on", "resumed")
-
 
 @pytest.fixture(scope="module")
 def models(ranks: RankGroups) -> Path:
@@ -108,7 +106,8 @@ def test_peft_loads_the_adapters_and_transformers_the_merged_model(saved, name):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", lora_saving_cases.MODELS)
 def test_training_goes_on_from_the_shards(saved, name):
-    went_on, resumed = (load_file(saved / f"{what}-{name}.safetensors") for what in KINDS)
+    runs = ("went-on", "resumed")
+    went_on, resumed = (load_file(saved / f"{run}-{name}.safetensors") for run in runs)
     assert went_on.keys() == resumed.keys()
     for key, value in went_on.items():
         torch.testing.assert_close(resumed[key], value, rtol=1e-4, atol=1e-6, msg=key)
@@ -141,7 +140,8 @@ def test_what_is_no_linear_layer_has_no_adapter(models, targets):
     with pytest.raises(ModelError, match="names no linear layer") as refused:
         adapted(models / "llama", Lora(rank=2, alpha=4, targets=targets))
     named = refused.value.hint.split("--lora-targets ")[1].split("`")[0]
-    assert len(adapters(adapted(models / "llama", Lora(rank=2, alpha=4, targets=named)))) == 28
+    found = adapted(models / "llama", Lora(rank=2, alpha=4, targets=named)).named_parameters()
+    assert sum(is_adapter(name) for name, _ in found) == 28
 
 
 def test_files_of_the_backbone_alone_are_read_beside_adapters(models, tmp_path):
@@ -159,7 +159,3 @@ def adapted(directory: Path, lora: Lora) -> Decoder:
     with process_mesh.alone(torch.device("cpu")):
         mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
         return built(directory, mesh, torch.float32, lora=lora)
-
-
-def adapters(model: Decoder) -> list[str]:
-    return [name for name, _ in model.named_parameters() if is_adapter(name)]

@@ -270,7 +270,7 @@ FIELDS: list[tuple[Target, tuple[Any, ...], str, Any]] = [
     *(
         (target, (ADAPTERS, ("lora_base", "nf4")), "packed", packed)
         for target, packed in {
-            "trl": [True, "nf4", True, "bfloat16"],
+            "trl": [True, "nf4", True, "uint8"],
             "axolotl": ["qlora", True],
             "llamafactory": [4, "nf4", True],
             "ms-swift": ["bnb", 4, "nf4"],

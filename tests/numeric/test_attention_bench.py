@@ -20,6 +20,7 @@ from highwater.nouns.attention_bench import (
     OFF_AT_THE_MOST,
     BenchLine,
     BenchOrder,
+    BenchShare,
     implementations_named,
 )
 from highwater.nouns.codec import from_json, to_json
@@ -41,18 +42,19 @@ def spoilt(own, how):
         compute = own.build(conditions, length)
 
         def computed(query, key, value):
-            output, share = compute(query, key, value)
+            output = compute(query, key, value)
             here = {"query": query, "key": key, "value": value, "output": output}
             exec(how, here)
-            return here["output"], share
+            return here["output"]
 
         return computed
 
     return own._replace(build=build)
 
 
-ways = json.loads(os.environ["WAYS"]).items()
-main({**CONTENDERS, **{name: spoilt(CONTENDERS[name], how) for name, how in ways}})
+for name, how in json.loads(os.environ["WAYS"]).items():
+    CONTENDERS[name] = spoilt(CONTENDERS[name], how)
+main()
 """
 """A module that measures as the benchmark's own does, but for attentions that are spoilt."""
 BENCHMARK = """
@@ -101,7 +103,8 @@ SOUND = "block_sparse_ring_dilated"
 
 def conditions_of(name: str, **more: Any) -> Conditions:
     asked = {"device": "cpu", "implementations": (name,), "heads": 4, "kv_heads": 2, "head_dim": 8}
-    return Conditions.of(BenchOrder(**(asked | more)), name, "single", torch.device("cpu"), "flash")
+    share = BenchShare(order=BenchOrder(**(asked | more)), implementation=name)
+    return Conditions.of(share, torch.device("cpu"), "flash")
 
 
 CPU = conditions_of("dense")
@@ -154,11 +157,8 @@ def measured() -> list[BenchLine]:
 
 
 def rows(lines: list[BenchLine]) -> list[tuple[object, ...]]:
-    return [
-        (row.implementation, row.length_tokens, row.result)
-        for line in lines
-        if (row := line.row) is not None
-    ]
+    found = (line.row for line in lines if line.row is not None)
+    return [(row.implementation, row.length_tokens, row.result) for row in found]
 
 
 def test_whoever_is_named_can_take_part_and_the_other_way_round():
@@ -330,7 +330,7 @@ def test_two_processes_share_a_sequence_or_have_one_each():
 @pytest.mark.parametrize("name", ["dense_flex", "block_sparse_5", "block_sparse_ring_dilated"])
 def test_what_threads_cannot_compile_is_not_measured_in_data_parallel(name):
     whole = replace(conditions_of(name, gpus=2), device=torch.device("cuda"), dtype=torch.bfloat16)
-    parallel = replace(whole, mode="data parallel")
+    parallel = replace(whole, share=whole.share.replace(mode="data parallel"))
     assert CONTENDERS[name].obstacle(whole) is None
     assert "threads" in (CONTENDERS[name].obstacle(parallel) or "")
     assert CONTENDERS["dense"].obstacle(parallel) is None

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +115,9 @@ class Telling:
 
 
 def typed(error: UsageError, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Type the command of a hint, where the ``python3`` is the one that is installed here."""
+    """Type the command of a hint, which takes jq."""
     (command,) = error.hint.split("`")[1::2]
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     assert os.system(command) == 0  # noqa: S605 -- a hint, as somebody types it
 
 
@@ -285,7 +283,7 @@ def test_an_unread_text_is_refused(objective, record, field, tell, tmp_path, mon
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved", "arrow"])
-def test_the_hint_leaves_a_column_out_of_a_table(kind, tell, tmp_path, monkeypatch):
+def test_an_unread_column_of_a_table_is_refused(kind, tell, tmp_path):
     rows = [{"text": "a", "note": "b"}, {"text": "c", "note": None}]
     place = tmp_path / f"d.{kind}"
     if kind == "parquet":
@@ -297,9 +295,7 @@ def test_the_hint_leaves_a_column_out_of_a_table(kind, tell, tmp_path, monkeypat
             (place,) = place.glob("*.arrow")
     error = tell.refusal(place, None)
     assert "`note`" in error.problem
-    typed(error, tmp_path, monkeypatch)
-    without = tmp_path / ("without.parquet" if kind == "parquet" else "without")
-    assert [text for text, _ in tell(without, None)] == [f"a{END}", f"c{END}"]
+    assert error.hint.endswith("leave it out of the table")
 
 
 def test_a_function_that_gives_rewards_reads_the_whole_record(tell, tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def built(
                 numbers = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.copy_(0.5 * numbers)
     if lora is not None and lora.base == "nf4":
-        pack_weights(model, scale_table(CPU))
+        pack_weights(model, scale_table(CPU), fill=lambda _: None)
     return model.train()
 
 

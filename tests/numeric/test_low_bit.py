@@ -29,7 +29,7 @@ from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from engine_models import on_meta
-from highwater.engine.models.fused.nf4 import Nf4Linear, Nf4Weight, halves, packed, scale_table
+from highwater.engine.models.fused import nf4
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training import low_bit
 from highwater.engine.training.optimizers import make_optimizer
@@ -303,32 +303,32 @@ def test_a_packed_weight_is_bitsandbytes(shape, dtype):
     if weight.numel() % 2 and version("bitsandbytes") == "0.49.0":
         pytest.skip("bitsandbytes 0.49.0 packs no odd count of numbers on the CPU")
     codes, state = quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
-    whole = dequantize_4bit(codes, state)
-    ours = packed(weight, scale_table(CPU))
-    assert torch.equal(ours.codes, codes)
-    assert torch.equal(ours.whole(), whole)
+    theirs = dequantize_4bit(codes, state)
+    ours = nf4.packed(weight, nf4.scale_table(CPU))
+    assert torch.equal(ours.data[: codes.numel()], codes.flatten())
+    assert torch.equal(ours.whole(), theirs)
     assert ours.whole().dtype is dtype
 
 
 @pytest.mark.parametrize("shape", [(512, 256), (256, 128), (96, 40), (6, 5)])
 def test_halves_are_those_of_the_whole_and_as_small_where_blocks_allow(shape):
-    ours = packed(torch.randn(*shape), scale_table(CPU))
-    for half, rows in zip(halves(ours), ours.whole().chunk(2), strict=True):
-        assert isinstance(half, Nf4Weight)
-        assert torch.equal(half.whole(), rows)
+    ours = nf4.packed(torch.randn(*shape), nf4.scale_table(CPU))
+    for half, rows in zip(nf4.halves(ours), ours.whole().chunk(2), strict=True):
+        unpacked = nf4.whole(half)
+        assert torch.equal(unpacked, rows)
         is_cut = shape[0] * shape[1] // 2 % (64 * 256) == 0
-        assert half.codes.numel() == ours.codes.numel() // (2 if is_cut else 1)
+        assert unpacked.untyped_storage().nbytes() == rows.nbytes * (1 if is_cut else 2)
 
 
 def test_a_packed_layer_has_the_gradient_of_its_input_and_keeps_nothing_whole():
     plain = nn.Linear(48, 32).requires_grad_(requires_grad=False)
-    layer = Nf4Linear(plain)
+    layer = nf4.Nf4Linear(plain)
     x = torch.randn(2, 5, 48, requires_grad=True)
     assert torch.equal(layer(x), plain(x)), "until it is packed it is what it was"
-    layer.pack(scale_table(CPU))
+    layer.pack(nf4.scale_table(CPU))
     assert not [name for name, _ in layer.named_parameters() if name == "weight"]
-    whole = layer.nf4.whole()
+    unpacked = nf4.whole(nf4.weight_of(layer))
     out = layer(x)
-    torch.testing.assert_close(out, nn.functional.linear(x, whole, plain.bias))
+    torch.testing.assert_close(out, nn.functional.linear(x, unpacked, plain.bias))
     (gradient,) = torch.autograd.grad(out.square().sum(), x)
-    torch.testing.assert_close(gradient, 2 * out.detach() @ whole)
+    torch.testing.assert_close(gradient, 2 * out.detach() @ unpacked)

@@ -94,8 +94,6 @@ def predictions() -> Iterator[Words]:
 
 def tables() -> Iterator[Words]:
     for table in TABLES:
-        yield ("predict", "--trainer", "trinity", "--against", table, "--json")
-        yield ("predict", "--trainer", "trinity", "--against", table)
         yield ("guide", table, "--json")
         yield ("guide", table)
         yield ("guide", table, "-o", "FOLDER/guide.html")

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 import highwater
-from highwater.api.prediction import predict_against
 from highwater.errors import UsageError
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import Footprint
@@ -23,11 +22,14 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.objective import adapter_parameters
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.pages.table import plain_table
 from highwater.trainers import trinity as trinity
 from highwater.trainers.trinity import MEMORY as TRINITY
 from highwater.trainers.trinity import covers, footprint
 from highwater.units import GIB, parse_memory
+from table_accuracy import accuracy_table, read_capacity_table, table_accuracy
 from tables import table
+from tiny_models import write_model
 
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 
@@ -50,17 +52,38 @@ def test_the_published_table_is_explained_by_replay_and_less_well_in_closed_form
     heading, *rows = PUBLISHED_A100.read_text(encoding="utf-8").splitlines()
     table = tmp_path / "table.csv"
     table.write_text("\n".join((heading, *(row for row in rows if f",{model}," in row))))
-    table_accuracy = predict_against(table, trainer="trinity")
-    alone = {row.settings: (row.exact, row.within_one_step) for row in table_accuracy.closed_form}
+    scored = table_accuracy(read_capacity_table(table), "trinity")
+    alone = {row.settings: (row.exact, row.within_one_step) for row in scored.closed_form}
     settings = ("vanilla", "env", "env+offload+never")
     assert alone == {name: (exact, 8) for name, exact in zip(settings, closed, strict=True)}
-    found = {row.settings: (row.exact, row.within_one_step) for row in table_accuracy.per_settings}
+    found = {row.settings: (row.exact, row.within_one_step) for row in scored.per_settings}
     assert found == dict(zip(settings, (vanilla, env, offloaded), strict=True))
     assert offloaded[0] == closed[2], "no trace of it is bundled"
-    assert table_accuracy.replayed_cells == 16
-    far = [miss.cell for miss in table_accuracy.misses if miss.steps_off not in (-1, 1)]
+    assert scored.replayed_cells == 16
+    far = [miss.cell for miss in scored.misses if miss.steps_off not in (-1, 1)]
     odd = {(cell.layout.gpus, cell.settings.allocator) for cell in far}
     assert odd == ({(4, "native")} if model == "Qwen3-14B" else set())
+
+
+def test_a_score_says_how_many_cells_are_replayed_and_names_those_that_differ(tmp_path):
+    heading, *rows = PUBLISHED_A100.read_text(encoding="utf-8").splitlines()
+    small = [row for row in rows if re.search(r",1,1,Qwen3-(0\.6|1\.7)B,", row)]
+    tiny = write_model(tmp_path / "tiny")
+    other = write_model(tmp_path / "other" / "tiny", num_hidden_layers=4)
+    three = [f"A100-80GB,vanilla,3,1,{model},4096" for model in ("Qwen3-4B", tiny, other)]
+    table = tmp_path / "few.csv"
+    for lines, replayed, by_formula, said in (
+        (small, 4, 2, "4 of 6 cells"),
+        (three, 0, 3, "no cell by replay of"),
+    ):
+        table.write_text("\n".join((heading, *lines)))
+        scored = table_accuracy(read_capacity_table(table), "trinity")
+        assert (scored.replayed_cells, scored.formula_cells) == (replayed, by_formula)
+        shown = plain_table(accuracy_table(scored, name="few"))
+        assert said in shown
+        for miss in scored.misses:
+            assert f", {miss.model_name}, {miss.cell.layout.gpus} GPU" in shown
+    assert {str(tiny), str(other)} <= {miss.model_name for miss in scored.misses}
 
 
 def test_a_replayed_cell_heeds_the_hosts_memory_and_says_what_would_be_needed_where_nothing_fits():

@@ -69,7 +69,7 @@ OF_TRINITY = {"model.lora_configs.0.name": "lora", "synchronizer.sync_method": "
 OF_TRINITY |= {"trainer.trainer_strategy": "fsdp2"}
 OF_TITAN = {"lora.rank": 16, "lora.alpha": 32.0, "training.dtype": "float32"}
 OF_TRL = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}
-OF_TRL |= {"bnb_4bit_quant_storage": "bfloat16"}
+OF_TRL |= {"bnb_4bit_quant_storage": "uint8"}
 SOME = {"lora_targets": "o_proj,down_proj"}
 
 
@@ -216,6 +216,8 @@ def test_copies_of_a_model_in_nf4_are_those_of_ddp():
     assert "fsdp" not in swift.values
     assert (swift.values["ENV.NPROC_PER_NODE"], swift.values["gradient_checkpointing"]) == (2, True)
     assert swift.beside == {}
+    with pytest.raises(UsageError, match="not with shards"):
+        emitted("trl", length="16k", **{**COPIED, "copies": [1], "trainer": "highwater"})
 
 
 def test_torchtitan_has_adapters_on_its_own_models_alone():

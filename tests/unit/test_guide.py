@@ -18,7 +18,7 @@ from markup import Page, markdown_rows
 
 from highwater import guide, open_study, predict
 from highwater.errors import UsageError
-from highwater.memory.table_accuracy import PUBLISHED_SETTINGS
+from highwater.memory.capacity_table import PUBLISHED_SETTINGS
 from highwater.nouns.capacities import Capacity, study_capacities
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import to_json
@@ -288,17 +288,15 @@ def test_a_capacity_says_how_much_is_known(fits, fails, shown):
     assert ["1", "1", shown] in markdown_rows(page)
 
 
-def test_a_guide_of_other_trainings_is_asked_for(tmp_path):
-    trained = {"lora": 16, "lora_base": "nf4"}
-    made = guide(predict=["Qwen3-4B"], gpus=["1xRTX-4090"], trained=trained)
-    (table,) = made.tables
-    assert "LoRA of rank 16 beside a model in NF4" in table.training
-    made = guide(predict=["Qwen3-0.6B"], gpus=["1xRTX-4090"], trained={"optimizer": "adamw-8bit"})
-    assert "moments of 8 bits" in made.tables[0].training
-    known = tmp_path / "known.json"
-    known.write_bytes(msgspec.json.encode(predict("Qwen3-0.6B", gpus="1xRTX-4090")))
-    with pytest.raises(UsageError, match="--lora: and no model to predict"):
-        guide(known, trained={"lora": 16})
+def test_a_guide_of_other_trainings_is_made_of_their_predictions(tmp_path):
+    path = tmp_path / "p.json"
+    for settings, said in (
+        ({"lora": 16, "lora_base": "nf4"}, "LoRA of rank 16 beside a model in NF4"),
+        ({"optimizer": "adamw-8bit"}, "moments of 8 bits"),
+    ):
+        path.write_bytes(msgspec.json.encode(predict("Qwen3-4B", gpus="1xRTX-4090", **settings)))
+        (table,) = guide(path).tables
+        assert said in table.training
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,14 @@ import pytest
 
 import tables
 from highwater.errors import HighwaterError, UsageError
-from highwater.memory.table_accuracy import CapacityTable, read_capacity_table, table_capacities
+from highwater.memory.capacity_table import table_capacities
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.search.scheduler import search_cells
 from highwater.search.start_length import unknown_trainer_line
 from highwater.trials.simulated import SimulatedRunner
 from places import DATA, RESULTS, ROOT
+from table_accuracy import CapacityTable, read_capacity_table
 from trial_specs import answers_among
 
 PUBLISHED_A100 = DATA / "published_capacity_a100_80gb.csv"

@@ -188,6 +188,8 @@ def test_accelerates_file_is_read_beside_the_configuration(tmp_path):
     ("text", "said"),
     [
         ("a: [1\n", "is no YAML"),
+        ("a: !!int\n", "is no YAML"),
+        ("a: &a [x, *a]\n", "its aliases repeat too much"),
         ("- a\n- b\n", "no named fields"),
         ("accelerate_config: fsdp2\n", "no file beside it"),
     ],

@@ -267,7 +267,7 @@ def test_trls_pairs_beside_zero_3_are_answered_as_fsdp2_and_that_is_said():
     asked: dict[str, Any] = {"objective": "dpo", "length": "8k", "gpus": "4xA100-80GB"}
     found = highwater.predict("Mistral-7B-v0.3", trainer="trl", deepspeed="zero3", **asked)
     assert any("taken as FSDP2" in note for note in found.notes)
-    assert not any("by its source" in note for note in found.notes)
+    assert not any("off its source" in note for note in found.notes)
     assert "`precompute_ref_log_probs: true`" in prediction_answer(found)
     sharded = highwater.predict("Mistral-7B-v0.3", trainer="trl", **asked)
     assert found.cells == sharded.cells

@@ -207,7 +207,7 @@ def test_deepspeeds_own_file_decides_its_stage_and_what_is_on_the_host(
         zero = "ds.json"
     found = predicted(tmp_path, "ms-swift", MS_SWIFT | {"deepspeed": zero}, gpus="4")
     assert (settings(found).deepspeed, settings(found).deepspeed_bucket) == (form, bucket)
-    assert any("by its source" in note for note in found.notes)
+    assert any("off its source" in note for note in found.notes)
     assert (sum(term.bytes for term in found.cells[0].footprint.host) > 0) == ("offload" in form)
 
 
@@ -216,6 +216,8 @@ def test_zero_2_beside_nf4_is_ddp_and_accelerates_own_fields_are_read(tmp_path: 
     assert settings(found).deepspeed == "none"
     assert found.cells[0].cell.layout.replicate_degree == 2
     assert any("taken as DDP" in note for note in found.notes)
+    found = predicted(tmp_path, "axolotl", AXOLOTL | {"fsdp_version": 2}, gpus="2")
+    assert found.cells[0].cell.layout.shard_degree == 2
     own = {"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "none"}
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     for section, form in ((own, "zero2-offload"), ({"deepspeed_config_file": "ds.json"}, "zero3")):

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import highwater
-from highwater.memory.table_accuracy import read_capacity_table
 from highwater.units import format_tokens
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+from table_accuracy import read_capacity_table
 
 HERE = Path(__file__).parent
 PUBLISHED = (

@@ -10,6 +10,7 @@ stays unknown in the guides.
 
 import argparse
 import csv
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -17,16 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import highwater
-from highwater.memory.table_accuracy import (
-    PUBLISHED_TRAINER,
-    memory_limits_of,
-    read_capacity_table,
-    rung_name,
-)
+from highwater.memory.capacity_table import PUBLISHED_TRAINER, rung_name
 from highwater.memory.trainers import predict_untraced
 from highwater.nouns.study import usual_grid
 from highwater.pages.guide_page import guide_rows
 from highwater.units import format_tokens
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+from table_accuracy import memory_limits_of, read_capacity_table
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[2] / "tests" / "data"

@@ -19,7 +19,6 @@ from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import edge
-from highwater.memory.table_accuracy import CapacityTable, read_capacity_table
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.replay import replay
 from highwater.nouns.events import (
@@ -36,8 +35,9 @@ from highwater.nouns.study import Cell, Question
 from highwater.trainers.trinity import OUTSIDE_BYTES, bundled_trace
 from highwater.units import GIB
 
-sys.path.append(str(Path(__file__).parents[3] / "tools"))
+sys.path += [str(Path(__file__).parents[3] / folder) for folder in ("tools", "benchmarks")]
 from scaled_traces import log_at
+from table_accuracy import CapacityTable, read_capacity_table
 
 TABLE = Path(__file__).parents[3] / "tests" / "data" / "published_capacity_a100_80gb.csv"
 ALLOCATORS: tuple[Allocator, ...] = ("native", "expandable")

@@ -17,7 +17,6 @@ from typing import Any
 import hypotheses
 
 from highwater.memory.predictor import edge
-from highwater.memory.table_accuracy import read_capacity_table
 from highwater.memory.trace.replay import Replayed, replay
 from highwater.nouns.events import EventLog
 from highwater.nouns.study import Cell, Question
@@ -45,7 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true", help="print the table, replay nothing")
     if not parser.parse_args().table:
-        table = read_capacity_table(hypotheses.TABLE)
+        table = hypotheses.read_capacity_table(hypotheses.TABLE)
         found = [
             scanned(question, cell, known)
             for question, cell, known in hypotheses.replayed_cells(table)

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from highwater.memory.table_accuracy import read_capacity_table
 from highwater.model.model import ModelShape, load_model
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.layout import Layout
@@ -25,8 +24,9 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.trinity import TRACES_FILE, BundledTrace
 
-sys.path.append(str(Path(__file__).parents[3] / "tools"))
+sys.path += [str(Path(__file__).parents[3] / folder) for folder in ("tools", "benchmarks")]
 from scaled_traces import scaled_trace
+from table_accuracy import read_capacity_table
 
 TABLE = Path(__file__).parents[3] / "tests" / "data" / "published_capacity_a100_80gb.csv"
 LENGTHS = (4224, 4608)

@@ -28,7 +28,6 @@ import hypotheses
 import msgspec
 import trinity
 
-from highwater.memory.table_accuracy import read_capacity_table
 from highwater.memory.trace.replay import Replayed, replay
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
@@ -272,7 +271,7 @@ def published(trial: Trial) -> tuple[Any, Any, int]:
     return next(
         (question, cell, known)
         for question, cell, known in hypotheses.replayed_cells(
-            read_capacity_table(hypotheses.TABLE)
+            hypotheses.read_capacity_table(hypotheses.TABLE)
         )
         if question.model.name == name
         and (cell.layout.gpus, cell.layout.ulysses_degree, cell.settings.allocator)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import highwater
-from highwater.cli.flags import named_model, typed_limits
+from highwater.cli.flags import named_model, typed_place
 from highwater.cli.grammar import parse
 from highwater.memory.capacity import Prediction
 from highwater.units import GIB, format_tokens
@@ -60,15 +60,8 @@ def predicted(asked: str) -> Prediction:
     """The prediction that these words ask for."""
     arguments = parse(("predict", *shlex.split(asked)))
     model, settings = named_model(arguments, [], example="")
-    limits: dict[str, Any] = typed_limits(arguments)
-    return highwater.predict(
-        *(model,),
-        gpus=arguments.cluster,
-        length=arguments.length,
-        trainer=arguments.predicted_for,
-        **limits,
-        **settings,
-    )
+    place: dict[str, Any] = typed_place(arguments)
+    return highwater.predict(model, length=arguments.length, **place, **settings)
 
 
 def table() -> str:

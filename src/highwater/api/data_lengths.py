@@ -42,7 +42,7 @@ from highwater.trials.inputs import tokenised
 from highwater.units import MOST_TOKENS, parse_price, parse_share, parse_tokens
 
 _USUAL = 8192
-"""Shortest length of the answer, in tokens; an eighth of it if all documents are shorter."""
+"""Shortest length of the answer, in tokens, if most documents are longer; else down to 1/8."""
 _BYTES_PER_TOKEN = 4
 """Bytes of a token of English text, about, where there is no tokenizer to count. Source:
 https://help.openai.com/en/articles/4936856-what-are-tokens-and-how-to-count-them"""
@@ -160,9 +160,10 @@ def data_lengths(
     is_estimated = tokenizer == "bytes"
     if is_estimated:
         documents = [-(-each // _BYTES_PER_TOKEN) for each in documents]
-    lengths = [_USUAL if documents[-1] > _USUAL else _USUAL // 8]
+    lengths, least_tokens = [_USUAL // 8], min(documents[len(documents) // 10], _USUAL)
     while lengths[-1] < documents[-1]:
         lengths.append(2 * lengths[-1])
+    lengths = [each for each in lengths if each >= least_tokens]
     keep = partial(_kept, documents, model if may_cost else None, hour_price, asked)
     kept = tuple(map(keep, lengths))
     at = documents[math.ceil(round(whole_share * len(documents), 6)) - 1]
@@ -174,9 +175,9 @@ def data_lengths(
         row, reach = REGISTRY[longest.trainer], longest.explained.capacity_tokens
         for_whom = row.trained or f"{row.title}'s trainer"
         by = "" if longest.trainer == OURS else f" for {for_whom}"
-        on_host = " and host memory" * longest.explained.cell.settings.uses_host
+        on_host = " with host memory" * longest.explained.cell.settings.uses_host
         where = f"{longest.gpus} x {longest.device_name}{on_host} train"
-        where += "s" * (longest.gpus == 1 and not on_host)
+        where += "s" * (longest.gpus == 1)
         trained_by = f"{where} {longest.model_name}{by}"
         cut = reach if cut is None and 0 < reach < documents[-1] else cut
         notes += untimed(longest.trainer)

@@ -11,6 +11,7 @@ for each in choice.offers:
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from highwater.api.prediction import predict
@@ -20,8 +21,8 @@ from highwater.nouns.cluster import has_count
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import LIST_PRICE_NOTE, hour_dollars_of
 from highwater.nouns.trainer import TrainerName
-from highwater.speed import cost_of
-from highwater.units import parse_price
+from highwater.speed import Cost, cost_of
+from highwater.units import parse_amount, parse_price
 
 _COUNTS = (1, 2, 4, 8)
 """GPUs of a usual machine; below the fewest of these that do, numbers between are tried too."""
@@ -47,6 +48,8 @@ class Offer(Record, frozen=True, kw_only=True):
     """Dollars of a million tokens; None: the price or the speed is unknown."""
     hour_dollars: float | None = None
     """Dollars of these GPUs for an hour; None: the price is unknown."""
+    cost: Cost | None = None
+    """Time and money of the named number of tokens; None: none was named, or no time is known."""
 
 
 class GpuChoice(Record, frozen=True, kw_only=True):
@@ -69,20 +72,23 @@ def cheapest_gpus(
     gpus: Sequence[str],
     length: int | str,
     price: str | float | None = None,
+    tokens: int | str | None = None,
     **asked: Any,
 ) -> GpuChoice:
     """Compare kinds of GPUs, ``("A100", "8xH100")``, by the cost of a million tokens in sequences
     of ``length``. A kind without a number is tried with 1, 2, 4, 8 and the smallest number that
     fits; its cheapest number is kept. ``price``: of a GPU for an hour, or one for each kind,
-    ``"1.59,3.49"``; default: the catalog's. Other keywords are those of ``predict``. Raises
-    HighwaterError for invalid values.
+    ``"1.59,3.49"``; default: the catalog's. ``tokens``: ``"500M"``, whose time and money are told
+    too. Other keywords are those of ``predict``. Raises HighwaterError for invalid values.
     """
     prices = [parse_price(each) for each in str(price).split(",")] if price is not None else [None]
     if len(prices) not in (1, len(gpus)):
         problem = f"{len(prices)} prices, and {len(gpus)} kinds of GPUs"
         raise UsageError(problem, hint="give one for each, `--price 1.59,3.49`, or none")
     tried = [_by_count(model, kind, length=length, **asked) for kind in gpus]
-    offers = [_offer(each, hour) for each, hour in zip(tried, prices * len(gpus), strict=False)]
+    amount = None if tokens is None else parse_amount(str(tokens))
+    priced = zip(tried, prices * len(gpus), strict=False)
+    offers = [_offer(each, hour, amount) for each, hour in priced]
     is_one_kind = len(offers) > len({each.device_name for each in offers}) == 1
     offers.sort(key=lambda e: (e.trained is None, e.gpus) if is_one_kind else _place(e))
     notes = [note for each in tried for prediction in each for note in prediction.notes]
@@ -112,7 +118,7 @@ def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
     def trains(count: int) -> bool:
         try:
             found[count] = predict(model, gpus=gpus if count == 1 else f"{count}x{gpus}", **asked)
-        except UsageError as error:  # degrees need as many GPUs; NF4 needs `--copies`
+        except UsageError as error:  # degrees need as many GPUs
             refused.append(error)
             return False
         return any(cell.capacity_tokens for cell in found[count].cells)
@@ -133,7 +139,7 @@ def _place(offer: Offer) -> tuple[float, ...]:
     return (offer.trained is None, *known, offer.gpus * offer.device_bytes)
 
 
-def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
+def _offer(tried: Sequence[Prediction], hour: float | None, amount: int | None) -> Offer:
     """The cheapest number of GPUs of a kind, with the fastest settings that fit on each."""
     offers: list[Offer] = []
     for each in tried:
@@ -142,7 +148,7 @@ def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
         if best is None and each is not tried[-1]:
             continue
         price, step = hour_dollars_of(each.device_name, hour), best and best.step
-        cost = step and cost_of(10**6, step, gpus=each.gpus, hour_dollars=price)
+        cost = partial(cost_of, gpus=each.gpus, hour_dollars=price)
         offers.append(
             Offer(
                 device_name=each.device_name,
@@ -153,7 +159,8 @@ def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
                 host_memory_bytes=each.memory_limit.host_bytes,
                 usual_host=each.memory_limit.usual_host,
                 assumed=each.assumed,
-                million_dollars=cost and cost.dollars,
+                million_dollars=step and cost(10**6, step).dollars,
+                cost=cost(amount, step) if amount and step else None,
                 hour_dollars=price and price * each.gpus,
             )
         )

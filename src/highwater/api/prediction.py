@@ -1,12 +1,12 @@
 """Predictions: what fits on GPUs, which need not be in this machine.
 
-What only ``exact``, ``calibrate_with``, ``constants`` or a table needs is imported where it is
-used: a prediction by formula starts without trials, journals and traces.
+What only ``exact``, ``calibrate_with`` or ``constants`` needs is imported where it is used: a
+prediction by formula starts without trials, journals and traces.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from highwater.errors import UsageError
 from highwater.memory.capacity import FailedAllocation, Prediction, failed_allocation
@@ -14,7 +14,7 @@ from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.rollout import rollout_of
 from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.question import PredictionTask, memory_limit_of, prediction_of, unmeasured
+from highwater.memory.question import UNMEASURED, PredictionTask, memory_limit_of, prediction_of
 from highwater.memory.trainers import MEMORY, calibration_of, predict_untraced, untimed
 from highwater.model.model import load_model
 from highwater.nouns.cells import simplicity
@@ -27,10 +27,7 @@ from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName
 from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.candidates import trainer_question, trainers_gpus
 from highwater.trials.probe import gpus_meant
-from highwater.units import parse_amount, parse_memory, parse_price, parse_tokens
-
-if TYPE_CHECKING:
-    from highwater.memory.table_accuracy import TableAccuracy
+from highwater.units import parse_amount, parse_price, parse_tokens
 
 
 def predict(
@@ -119,10 +116,10 @@ def predict(
         memory_limit = memory_limit.replace(rollout=rollout)
     if exact and memory_limit.rollout is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
-    first = question.cells[0].settings
-    if exact and (unmeasured(first) or settings.get("attention") == "block_sparse"):
-        what = "DeepSpeed" if unmeasured(first) else "block-sparse attention"
-        what = "paged moments" if first.paged else what
+    unmeasured = {*UNMEASURED.values()} & {*notes}
+    if exact and (unmeasured or settings.get("attention") == "block_sparse"):
+        what = "DeepSpeed" if unmeasured else "block-sparse attention"
+        what = "paged moments" if question.cells[0].settings.paged else what
         raise UsageError(f"steps with {what} are not traced", hint="leave `--exact` out")
     method: PredictionMethod = "trace" if exact else "formula"
     if calibrate_with:
@@ -247,30 +244,3 @@ def _write_timeline(
     allocator = shown.cell.settings.allocator
     drawn = timeline(log, allocator=allocator, capacity_bytes=capacity, workspaces_bytes=workspaces)
     write_new_file(path, drawn, flag="--timeline")
-
-
-def predict_against(
-    table_path: str | Path,
-    *,
-    trainer: TrainerName = OURS,
-    gpu_memory: str | int | None = None,
-    **limits: Any,
-) -> "TableAccuracy":
-    """Compare a table of known capacities (CSV) with the prediction for each of its cells.
-
-    ``gpu_memory`` is the memory of a GPU that is not in the catalog, or of the table's only kind;
-    ``limits`` are ``host_memory`` and ``reserved``, as for ``predict``.
-    """
-    from highwater.memory.table_accuracy import (
-        memory_limits_of,
-        read_capacity_table,
-        table_accuracy,
-    )
-
-    table = read_capacity_table(Path(table_path))
-    for question in table.questions:
-        refuse_unknown_family(question.model)
-    memory_bytes = None if gpu_memory is None else parse_memory(str(gpu_memory))
-    return table_accuracy(
-        table, trainer, memory_limits_of(table, gpu_memory_bytes=memory_bytes, **limits)
-    )

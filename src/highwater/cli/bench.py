@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from highwater.cli import console
@@ -18,10 +19,9 @@ from highwater.errors import (
     UsageError,
 )
 from highwater.nouns.attention_bench import (
-    CPU_MOST_TOKENS,
     DIRECTIONS,
     IMPLEMENTATIONS,
-    MOST_SEARCHED_TOKENS,
+    MOST_TOKENS,
     AttentionBench,
     BenchDtype,
     BenchLine,
@@ -60,8 +60,6 @@ from highwater.units import (
 
 _REPORT = "attention"
 """Name of the report's files."""
-_MOST_PROCESSES = 64
-_MOST_HEADS = 1024
 _TIMEOUTS = {"cuda": 60.0, "cpu": 10.0}
 
 
@@ -145,21 +143,17 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
     typed = {name: value for name, value in given.items() if value is not None}
     names = implementations_named(arguments.implementations, has_pattern=bool(typed))
     device = _device(arguments, machine)
-    processes = _MOST_PROCESSES if device == "cpu" else max(1, arguments.gpus)
-    limits = {"gpus": processes, "heads": _MOST_HEADS, "kv_heads": _MOST_HEADS, "head_dim": 512}
-    for name, limit in limits.items():
+    for name in ("gpus", "heads", "kv_heads", "head_dim"):
         count = getattr(arguments, name)
-        if count is not None and not 1 <= count <= limit:
+        if count is not None and count < 1:
             flag = flag_of(name)
-            raise UsageError(f"{flag} {count}", hint=f"use 1 to {limit}, for example `{flag} 2`")
-    heads: int = arguments.heads
+            raise UsageError(f"{flag} {count}", hint=f"use 1 or more, for example `{flag} 2`")
     lengths = tuple(map(parse_tokens, arguments.lengths or ()))
-    most, longest = MOST_SEARCHED_TOKENS, max(lengths, default=0)
+    longest = max(lengths, default=0)
+    most = max(longest, MOST_TOKENS[device])
     if arguments.max_length is not None:
         most = parse_tokens(arguments.max_length)
-    elif device == "cpu":
-        most = max(CPU_MOST_TOKENS, longest)
-    if arguments.max_length is not None and longest > most:
+    if longest > most:
         raise UsageError(
             f"--lengths names {format_tokens(longest)} tokens, and --max-length "
             f"{format_tokens(most)}",
@@ -171,8 +165,8 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
         directions=DIRECTIONS if arguments.only is None else (arguments.only,),
         gpus=arguments.gpus,
         memory_bytes=_memory_bytes(arguments, device, machine),
-        heads=heads,
-        kv_heads=heads if arguments.kv_heads is None else arguments.kv_heads,
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads or arguments.heads,
         head_dim=arguments.head_dim,
         dtype=bench_dtype(arguments.dtype, device, machine),
         same_qkv=arguments.same_qkv,
@@ -183,20 +177,15 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
         timeout_s=parse_seconds(arguments.timeout) if arguments.timeout else _TIMEOUTS[device],
         threads=max(1, len(os.sched_getaffinity(0)) // arguments.gpus),
     )
-    if heads % order.kv_heads:
+    if order.heads % order.kv_heads:
         raise UsageError(
-            f"{order.kv_heads} key/value heads do not divide {heads} query heads",
-            hint=f"use `--kv-heads {heads}`",
+            f"{order.kv_heads} key/value heads do not divide {order.heads} query heads",
+            hint=f"use `--kv-heads {order.heads}`",
         )
-    if order.same_qkv and order.kv_heads != heads:
+    if order.same_qkv and order.kv_heads != order.heads:
         raise UsageError(
-            f"one tensor is {heads} query heads and {order.kv_heads} key/value heads at once",
+            f"one tensor is {order.heads} query heads and {order.kv_heads} key/value heads at once",
             hint="leave `--kv-heads` out, or `--same-qkv`",
-        )
-    if order.gpus == 1 and not any("single" in IMPLEMENTATIONS[name].modes for name in names):
-        raise UsageError(
-            f"{', '.join(names)}: a sequence is shared by two GPUs or more",
-            hint="add `--gpus 2`, on one machine without them `--device cpu --gpus 2`",
         )
     return order
 
@@ -265,25 +254,22 @@ def _device(arguments: argparse.Namespace, machine: Machine) -> Device:
         )
     if not arguments.allow_busy:
         refuse_unreadable_gpus(machine, count=arguments.gpus)
-        try:
-            refuse_busy_gpus(machine, count=arguments.gpus)
-        except MachineError as error:
-            hint = error.hint.replace("highwater find --", "highwater bench attention --")
-            raise MachineError(error.problem, hint=hint) from error
+        refuse_busy_gpus(machine, count=arguments.gpus)
     return "cuda"
 
 
 def _memory_bytes(arguments: argparse.Namespace, device: Device, machine: Machine) -> int | None:
-    available = machine.host_memory_available_bytes // arguments.gpus
+    has, what = machine.host_memory_available_bytes // arguments.gpus, "free for each process"
+    if device == "cuda":
+        has = min(gpu.memory_total_bytes for gpu in machine.gpus[: arguments.gpus])
+        what = "on a GPU"
     if arguments.memory is None:
-        return None if device == "cuda" else available
+        return None if device == "cuda" else has
     asked = parse_memory(arguments.memory)
-    if device == "cpu" and asked > available:
-        each = " for each process" if arguments.gpus > 1 else ""
+    if asked > has:
         raise UsageError(
-            f"this machine has {format_bytes(available)} free{each}, and {format_bytes(asked)} is "
-            f"asked for",
-            hint=f"use `--memory {available * 3 // 4 >> 20}MiB`, or leave it out",
+            f"this machine has {format_bytes(has)} {what}, and {format_bytes(asked)} is asked for",
+            hint=f"use `--memory {has * 3 // 4 >> 20}MiB`, or leave it out",
         )
     return asked
 
@@ -303,15 +289,12 @@ def _folder(named: str | None) -> Path:
     """Make the report's folder; UsageError if it has a report, or cannot be written."""
     parent = Path("logs", _REPORT)
     folder = parent / f"{datetime.now():%Y%m%d-%H%M%S}" if named is None else Path(named)
-    hint = f"name another: `--out {parent / 'another'}`"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        is_taken = (folder / f"{_REPORT}.json").exists()
-        is_writable = os.access(folder, os.W_OK)
+        why = "has a report already" if (folder / f"{_REPORT}.json").exists() else ""
+        TemporaryFile(dir=folder).close()
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"no report can be written to {folder}: {why}", hint=hint) from error
-    if is_taken or not is_writable:
-        why = "has a report already" if is_taken else "cannot be written"
-        raise UsageError(f"{folder} {why}", hint=hint)
+        why = f"cannot be written: {error.strerror if isinstance(error, OSError) else error}"
+    if why:
+        raise UsageError(f"{folder} {why}", hint=f"name another: `--out {parent / 'another'}`")
     return folder

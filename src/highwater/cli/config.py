@@ -12,20 +12,17 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import yaml
-from yaml.composer import ComposerError
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import SETTINGS_BYTES, read_file, to_builtins
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.trainer import FOREIGN, foreign_name
+from highwater.trainers.foreign import yaml_value
 
-_TIMESTAMP = "tag:yaml.org,2002:timestamp"
-_DEEPEST = 8
-"""Lists and mappings within each other; settings have two."""
 SCHEMA_ID = "urn:highwater:schema:study"
 
 
@@ -80,39 +77,6 @@ def config_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **schema}
 
 
-class _Settings(yaml.SafeLoader):
-    """YAML restricted to settings: names, numbers, texts and lists of them. Anchors, aliases, tags
-    and deep nesting are refused: a few lines of them could exhaust memory or the stack. A date
-    stays the text that was written.
-    """
-
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, pattern) for tag, pattern in known if tag != _TIMESTAMP]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse anchors, tags and deep nesting before any object is built from them."""
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ComposerError(None, None, "anchors and aliases are not read", event.start_mark)
-        if getattr(event, "tag", None):
-            raise ComposerError(None, None, f"the tag {event.tag} is not read", event.start_mark)
-        if self._depth == _DEEPEST:
-            raise ComposerError(
-                None, None, f"lists within lists are read {_DEEPEST} deep", event.start_mark
-            )
-        self._depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
-
-
 def _read_yaml(path: Path) -> dict[str, object]:
     # os.path never raises
     name = "study.yaml" if os.path.exists(path) and not os.path.isfile(path) else str(path)  # noqa: PTH110, PTH113
@@ -120,14 +84,10 @@ def _read_yaml(path: Path) -> dict[str, object]:
         f"`highwater find Qwen3-0.6B --print-config > {shlex.quote(name)}` writes one that works"
     )
     try:
-        # a safe loader
-        content = yaml.load(read_file(path, most_bytes=SETTINGS_BYTES).decode(), _Settings)  # noqa: S506
+        written = read_file(path, most_bytes=SETTINGS_BYTES)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", hint=example) from error
-    # ValueError: text that is not UTF-8, or a number of too many digits
-    except (yaml.YAMLError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise UsageError(f"{path} is not YAML: {said}", hint=example) from error
+    content = yaml_value(written, path, hint=example)
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

@@ -18,7 +18,6 @@ from highwater.errors import (
 )
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
 from highwater.memory.snapshot.snapshot import HOW_TO_MAKE_ONE
-from highwater.nouns.settings import TRAINED_OTHERWISE
 from highwater.nouns.trainer import TRAINERS
 from highwater.pages import guide as guiding
 from highwater.pages import study_page as reporting
@@ -145,8 +144,6 @@ def _named(others: Sequence[MemoryProfile]) -> str:
 
 
 _FILES = (".csv", ".jsonl", ".json")
-_GUIDED = ("gpu_memory", "sequences_per_micro_batch", "ulysses", "ring", "copies")
-"""Flags that ``pages.guide.guide`` takes as keywords of the same names."""
 
 
 def guide(arguments: argparse.Namespace) -> int:
@@ -154,7 +151,7 @@ def guide(arguments: argparse.Namespace) -> int:
     for flag in (arguments.predict, arguments.cluster):
         # `--gpus KIND FILE`: argparse gives both to the flag
         arguments.sources += [word for word in flag if word.endswith(_FILES)]
-    output, typed = None if arguments.output is None else Path(arguments.output), vars(arguments)
+    output = None if arguments.output is None else Path(arguments.output)
     if output is not None:
         check_guide_file(output)
     made = guiding.guide(
@@ -162,8 +159,7 @@ def guide(arguments: argparse.Namespace) -> int:
         predict=[word for word in arguments.predict if not word.endswith(_FILES)],
         gpus=[word for word in arguments.cluster if not word.endswith(_FILES)],
         trainer=arguments.predicted_for,
-        **{name: typed[name] for name in _GUIDED},
-        trained={name: value for name in TRAINED_OTHERWISE if (value := typed[name]) is not None},
+        gpu_memory=arguments.gpu_memory,
     )
     console.notes(made.notes)
     if output is not None:

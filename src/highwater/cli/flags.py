@@ -300,24 +300,6 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
             "not in it"
         },
     )
-    against: str | None = setting(
-        None,
-        "compare with known capacities: gpu, settings, gpus, sp, model, max_model_len",
-        commands="predict",
-        metavar="CSV",
-    )
-    sequences_per_micro_batch: int | None = COUNT(
-        None, "what is predicted is of so many; default: as `predict`", "guide"
-    )
-    ulysses: _WholeNumbers = COUNT(
-        (), "what is predicted has these ulysses degrees; default: as `predict`", "guide"
-    )
-    ring: _WholeNumbers = COUNT(
-        (), "what is predicted has these ring degrees; default: no ring", "guide"
-    )
-    copies: _WholeNumbers = COUNT(
-        (), "what is predicted has so many copies of the states; default: one", "guide"
-    )
     device: Device | None = setting(
         None, "where; default: cuda where there is a GPU", commands="bench"
     )
@@ -444,15 +426,11 @@ def named_model(
     return str(model), settings
 
 
-def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The flags for a GPU's memory, as keywords of ``predict``."""
-    return {name: getattr(arguments, name) for name in ("gpu_memory", "reserved")}
-
-
 def typed_place(arguments: argparse.Namespace) -> dict[str, Any]:
     """The flags for GPUs, memory and trainer, as keywords of ``predict`` and ``recommend``."""
     named = {"gpus": arguments.cluster, "trainer": arguments.predicted_for}
-    return {**named, "rollout_gpus": arguments.rollout_gpus, **typed_limits(arguments)}
+    alike = ("rollout_gpus", "gpu_memory", "reserved")
+    return {**named, **{name: getattr(arguments, name) for name in alike}}
 
 
 def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]:

@@ -33,7 +33,7 @@ from highwater.nouns.declaration import (
 )
 from highwater.nouns.request import DECLARED, TOPICS
 from highwater.nouns.secrets import hidden_words
-from highwater.nouns.settings import PATTERN_FIELDS, TRAINED_OTHERWISE, listed
+from highwater.nouns.settings import PATTERN_FIELDS, listed
 from highwater.nouns.training import TrainingRequest
 from highwater.version import __version__
 
@@ -268,6 +268,8 @@ def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | Non
     if said is None:
         flag, typed = ours[0].split()[0], ours[0].replace("{}", value).strip()
         having = [name for name, parser in commands().items() if flag in parser.flags()]
+        if {"--predict", flag} <= {*words} and words[0] == "guide" and "predict" in having:
+            return _predicted_apart(words)
         return f"leave `--{name}` out: {typed} is for {listed(having)}" if having else None
     if said[0] != "-":
         return said.replace("{}", value)
@@ -278,6 +280,19 @@ def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | Non
         if " " in value:
             return value
     return f"use `{said.replace('{}', value).strip()}`"
+
+
+def _predicted_apart(words: Sequence[str]) -> str:
+    """Hint for settings of ``predict`` typed for a guide: the prediction as a file of its own."""
+    typed, flag = dict[str, list[str]](), ""
+    for word in words:
+        flag = word if word.startswith("-") else flag
+        typed.setdefault(flag, []).append(word)
+    model, gpus = typed["--predict"][1:2], typed.get("--gpus", [])[:2]
+    others = {"", "--predict", "--gpus", "-o", "--output", "--json"}
+    flags = [word for flag, own in typed.items() if flag not in others for word in own]
+    command = shlex.join(("highwater", "predict", *model, *gpus, *flags, "--json"))
+    return f"`{command} > p.json`, then `highwater guide p.json`"
 
 
 class CommandHelp(Record, frozen=True, kw_only=True):
@@ -422,21 +437,15 @@ def grammar() -> Parser:
     return parser
 
 
-_BORROWED: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "bench": (PATTERN_FIELDS, ""),
-    "guide": (TRAINED_OTHERWISE, "what is predicted is trained so: "),
-}
-"""Settings of a request on commands that make no request, and what their help begins with."""
-
-
 def _own_flags(command: str) -> Iterator[Setting]:
-    """Yield a command's settings outside its topics: the model, its own flags, borrowed ones."""
+    """Yield a command's settings outside its topics: the model, its own flags; for ``bench``, which
+    makes no request, a request's of an attention pattern.
+    """
     yield from (DECLARED["model"],) if command in DECLARED["model"].commands else ()
     yield from (row for row in CommandFlags.declared if command in row.commands)
-    names, what_for = _BORROWED.get(command, ((), ""))
-    for row in map(DECLARED.__getitem__, names):
+    for row in map(DECLARED.__getitem__, PATTERN_FIELDS if command == "bench" else ()):
         read: dict[str, Any] = {"type": str, "default": None, "choices": ()}
-        yield replace(row, help=f"{what_for}{row.help}", metavar=_metavar(row), **read)
+        yield replace(row, metavar=_metavar(row), **read)
 
 
 def _sections(command: str) -> Iterator[tuple[str, str, list[Setting]]]:

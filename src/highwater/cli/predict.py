@@ -1,5 +1,5 @@
 """``highwater predict``: the longest context of every rung on GPUs that need not be in this
-machine, or the accuracy of predictions; and ``highwater data``: lengths of a user's documents.
+machine; and ``highwater data``: lengths of a user's documents.
 """
 
 import argparse
@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from highwater.api.gpu_choice import cheapest_gpus
 from highwater.api.prediction import predict as api_predict
-from highwater.api.prediction import predict_against
 from highwater.cli import console
 from highwater.cli.flags import (
     named_model,
     told_notes,
     trial_limits,
-    typed_limits,
     typed_place,
     typed_values,
     words_again,
@@ -26,7 +24,6 @@ from highwater.cli.flags import (
 )
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
-from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.cluster import gpus_listed
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import LIST_PRICE_NOTE, default_host, gpu_catalog, runs_trials
@@ -36,7 +33,6 @@ from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, OF_OTHERS, TRAINERS, ForeignName, foreign_name
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import (
-    accuracy_table,
     assumed_host,
     choice_answer,
     choice_table,
@@ -61,11 +57,9 @@ _NOT_RECOMMENDED = tuple(row.flag for row in taken_by("predict", but_not="recomm
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Print a prediction; or with ``--against`` its score, with ``--data`` (``read_data``) lengths
-    of data, of several ``--gpus`` (``cluster``) the cheapest. ``--trainer``: ``predicted_for``.
+    """Print a prediction; or with ``--data`` (``read_data``) lengths of data, of several ``--gpus``
+    (``cluster``) the cheapest. ``--trainer``: ``predicted_for``.
     """
-    if arguments.against is not None:
-        return _score_table(arguments)
     if arguments.read_data:
         return _predict_data(arguments)
     if arguments.whole is not None:
@@ -227,13 +221,14 @@ def _compare_gpus(arguments: argparse.Namespace, listed_gpus: Sequence[str]) -> 
     if arguments.length is None:
         problem = f"GPUs of {len(listed_gpus)} kinds are compared at one length"
         raise UsageError(problem, hint="add `--length 32k`, or name one kind")
-    alike = ("exact", "timeline", "calibrate", "constants", "tokens", "rollout")
+    alike = ("exact", "timeline", "calibrate", "constants", "rollout")
     for name in (*alike, "tried_to_allocate"):
         if getattr(arguments, name, None):
-            problem = "kinds of GPUs are compared by formula, a million tokens each"
+            problem = "kinds of GPUs are compared by formula"
             raise UsageError(problem, hint=f"leave `{flag_of(name)}` out, or name one kind")
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     place = typed_place(arguments) | {"gpus": listed_gpus, "price": arguments.price}
+    place["tokens"] = arguments.tokens
     choice = cheapest_gpus(model, length=arguments.length, **place, **settings)
     notes, best = told_notes(arguments, choice.notes), choice.offers[0]
     if arguments.cluster is None:
@@ -269,32 +264,6 @@ def _prediction_asked(arguments: argparse.Namespace) -> Prediction:
         **typed_place(arguments),
         **settings,
     )
-
-
-def _score_table(arguments: argparse.Namespace) -> int:
-    """Print the accuracy of predictions for a table. Raises UsageError for flags that its rows
-    name, or that a comparison does not take.
-    """
-    own = ("exact", "timeline", "constants", "calibrate", "explain", "length", "tried_to_allocate")
-    typed = {name: getattr(arguments, name) for name in own}
-    typed |= {"gpus": arguments.cluster, **typed_values(arguments), "host_memory": None}
-    for name, value in typed.items():
-        if value not in (None, False, []):
-            what = "the model" if name == "model" else f"`{flag_of(name)}`"
-            raise UsageError(
-                "the table of `--against` names its own models, GPUs, lengths and settings, and is "
-                f"compared with predictions by formula, with what comes along: {what} has no part",
-                hint=f"leave {what} out",
-            )
-    limits = {**typed_limits(arguments), "host_memory": typed_values(arguments).get("host_memory")}
-    trainer = arguments.predicted_for
-    result: TableAccuracy = predict_against(arguments.against, trainer=trainer, **limits)
-    if arguments.json:
-        return console.answer_json(result)
-    named = f"{arguments.against}, trainer {arguments.predicted_for}"
-    console.answer_table(accuracy_table(result, name=named))
-    console.next_command(shlex.join((*arguments.command_line, "--json")))
-    return EXIT_ANSWERED
 
 
 def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:

@@ -153,9 +153,8 @@ _ROUNDED_BYTES = 2 * MIB
 
 
 def failed_allocation(asked: str, steps: Sequence[Step]) -> FailedAllocation:
-    """Return these steps' tensors of the size ``asked``, else the logits of a larger batch that has
-    it (of 2 to 64 sequences, the fewest): by two digits after the point, as PyTorch prints, or by
-    as many as were typed. Else the two tensors nearest in size.
+    """Return these steps' tensors of the size ``asked``, in its digits or PyTorch's two, else the
+    logits of a larger batch that has it (of 2 to 64 sequences, the fewest), else the two nearest.
     """
     asked_bytes = parse_memory(asked)
 

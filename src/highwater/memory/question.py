@@ -56,7 +56,8 @@ KEPT_REFERENCE = "as written the file keeps a reference model on the GPU, which 
 HEADS_SHARE = "heads share a sequence among "
 """Beginning of a note that Ulysses cannot have all GPUs share one."""
 UNMEASURED = {
-    "deepspeed": "DeepSpeed by its source: allocated within 2 %, and it reserves up to 2.9 x",
+    "deepspeed": "DeepSpeed is read off its source: allocated memory within 2 %; its allocator may "
+    "reserve up to 2.9 x that, which PyTorch frees before it runs out",
     "paged": "paged moments are predicted by the source of bitsandbytes 0.50.2, and were never "
     "measured: they count as host memory, though CUDA keeps them on the GPU where there is room",
 }
@@ -104,12 +105,8 @@ def predicted_question(
         notes += (BASIS_IN_WORDS["of_wide_heads"],)
     if shape.delta is not None and trainer == OURS:
         notes += (BASIS_IN_WORDS["of_an_operator"],)
-    return question, notes + tuple(UNMEASURED[n] for n in unmeasured(cells[0].settings))
-
-
-def unmeasured(settings: Settings) -> list[str]:
-    """Names of the settings that are predicted by a source, and were not measured."""
-    return [name for name in UNMEASURED if getattr(settings, name) not in ("none", False)]
+    of_a_source = (n for n in UNMEASURED if getattr(cells[0].settings, n) not in ("none", False))
+    return question, (*notes, *(UNMEASURED[name] for name in of_a_source))
 
 
 _NEEDS_FSDP = {
@@ -339,8 +336,7 @@ def assumed_attention(
     """
     shape = question.model.shape
     rows = cell.settings.sequences_per_micro_batch
-    is_traced = "transformers" in (trainer, REGISTRY[trainer].trains_by)
-    if is_traced and shape.window_tokens is not None:
+    if shape.window_tokens and "transformers" in (trainer, REGISTRY[trainer].trains_by):
         return (
             "Attention is taken as flash_attention_2; beside SDPA, transformers' own choice, "
             f"{shape.model_type}'s windows take a mask of length x length, "
@@ -481,10 +477,9 @@ def memory_limit_of(
     host_memory: str | int | None,
     reserved: str | int,
     constants: MachineConstants | None = None,
-    knows_host: bool = True,
 ) -> MemoryLimit:
-    """The memory of each GPU for training, and of the host: with ``knows_host``, the usual host's
-    if none is named. Raises UsageError if nothing is left of a GPU, and for sizes that are odd.
+    """The memory of each GPU for training, and of the host: the usual host's if none is named.
+    Raises UsageError if nothing is left of a GPU, and for sizes that are odd.
     """
     reserved_bytes = parse_memory(str(reserved))
     if reserved_bytes >= where.device_bytes:
@@ -500,4 +495,4 @@ def memory_limit_of(
     limit = MemoryLimit(
         device_bytes=where.device_bytes - reserved_bytes, host_bytes=host_bytes, constants=constants
     )
-    return with_usual_host(limit, where) if knows_host else limit
+    return with_usual_host(limit, where)

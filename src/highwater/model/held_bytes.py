@@ -105,7 +105,8 @@ def device_state_bytes(
     frozen = 0
     if settings.adapters is not None and per_parameter:
         element = ELEMENT_BYTES[device]
-        uneven = _beyond_even(_in_layers(shape), settings, shards)
+        is_packed = settings.adapters.base == "nf4"  # bytes, which have no rows
+        uneven = 0 if is_packed else _beyond_even(_in_layers(shape), settings, shards)
         frozen = element * (policy_parameters(shape, settings) + uneven)
         frozen -= saved_by_base(shape, settings.adapters, element=element)
     trained = per_parameter * (

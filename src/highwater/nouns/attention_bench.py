@@ -1,11 +1,11 @@
 """Records of an attention benchmark: the order, what each process measured, and the result."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record, packaged
+from highwater.nouns.declaration import nearest
 from highwater.nouns.layout import Device
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 
@@ -22,16 +22,10 @@ START_TOKENS: Mapping[Device, int] = {"cpu": 512, "cuda": 4096}
 """First length of a search by doubling, in tokens."""
 LEAST_TOKENS = 128
 """Shortest length that is tried, in tokens."""
-CPU_MOST_TOKENS = 4096
-"""Longest length on the CPU, unless another is named."""
-MOST_SEARCHED_TOKENS = 1 << 24
-"""Longest length on a GPU, unless another is named: 16,777,216."""
+MOST_TOKENS: Mapping[Device, int] = {"cpu": 4096, "cuda": 1 << 24}
+"""Longest length of a search unless another is named, on GPUs 16,777,216 tokens."""
 PARTS_OF_A_DOUBLING = 8
 """Parts of the last doubling: a longest length is found, and a predicted one rounded, to one."""
-BATCHES = (2, 4)
-"""Sequences of each batch that is measured besides single sequences."""
-BATCH_TOKENS = (16_384, 32_768)
-"""Lengths at which batches are measured, in tokens."""
 REFERENCE_TOKENS: Mapping[Device, int] = {"cpu": 1024, "cuda": 8192}
 """Longest length at which the reference, the textbook formula, is measured, in tokens."""
 CHECKED_TOKENS = 515
@@ -40,8 +34,6 @@ COMPARED = ("output", "query_gradient", "key_gradient", "value_gradient")
 """Tensors that a check compares with the reference's."""
 OFF_AT_THE_MOST: Mapping[BenchDtype, float] = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 2e-5}
 """Largest norm-relative difference of output and gradients, by dtype: eight of its roundings."""
-PartEnding = Literal["refused", "ran out of memory", "crashed", "took too long", "done"]
-"""Ends of a process's part of a case, the worst first: it decides for all processes."""
 
 
 class Implementation(Record, frozen=True, kw_only=True):
@@ -85,11 +77,9 @@ def implementations_named(words: Sequence[str], *, has_pattern: bool = False) ->
     names = (*IMPLEMENTATIONS, *CLASSES)
     for word in words:
         if word not in names:
-            near = [name for name in names if word and word in name]
-            near = near or get_close_matches(word, names, n=1, cutoff=0.4)
             raise UsageError(
                 f"there is no implementation {word!r}; there are {', '.join(IMPLEMENTATIONS)}",
-                hint=f"use `--implementations {near[0] if near else 'dense'}`",
+                hint=f"use `--implementations {nearest(word, names) or 'dense'}`",
             )
     meant = {CLASSES.get(word, word) for word in words or IMPLEMENTATIONS}
     if not has_pattern and "block_sparse" in meant:
@@ -123,7 +113,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     """A rate for each segment length: with 2 every second token takes part."""
     lengths: tuple[int, ...] = ()
     """Lengths to measure, in tokens; empty: doubling, then bisection."""
-    most_tokens: int = CPU_MOST_TOKENS
+    most_tokens: int = MOST_TOKENS["cpu"]
     """Longest length of a search, in tokens."""
     timeout_s: float = 10.0
     """Longest time of one pass, in seconds."""
@@ -160,17 +150,6 @@ class BenchOrder(Record, frozen=True, kw_only=True):
                 if mode != "single" and (self.gpus > 1 or name not in single):
                     yield name, mode
 
-    def what(self, name: str) -> str:
-        """Description of the measured implementation: its pattern, segments and rates."""
-        own = IMPLEMENTATIONS[name]
-        words = [own.what]
-        if own.takes_pattern:
-            words.append(str(self.patterns.get(name, own.pattern)))
-        if own.takes_segments:
-            segments = list(self.segment_lengths) or "half the length and all of it"
-            words.append(f"segments of {segments}, rates {list(self.dilation_rates)}")
-        return "; ".join(words)
-
     def alone(self, name: str) -> str:
         """Name of the attention on one GPU that ``name``, on several, is compared with."""
         own = IMPLEMENTATIONS[name].alone or name
@@ -203,28 +182,20 @@ class BenchCheck(Record, frozen=True, kw_only=True):
     """Why it is red; empty: it equals the reference."""
 
 
-class Entry(NamedTuple):
+class Entry(Record, frozen=True):
     """An implementation, a mode and a direction: what one line of the report is about."""
 
     implementation: str
     mode: Mode
     direction: Direction
 
-
-class OfEntry(Record, frozen=True, kw_only=True):
-    """Base of records about one implementation, mode and direction."""
-
-    implementation: str
-    mode: Mode
-    direction: Direction
-
     @property
-    def entry(self) -> Entry:
-        """The entry that the record is about."""
+    def entry(self) -> "Entry":
+        """The entry alone, of a record that says more about it."""
         return Entry(self.implementation, self.mode, self.direction)
 
 
-class BenchRow(OfEntry, frozen=True, kw_only=True):
+class BenchRow(Entry, frozen=True, kw_only=True):
     """One case: an implementation, a mode, a direction, a length and a batch."""
 
     length_tokens: int | None
@@ -283,21 +254,25 @@ class BenchShare(Record, frozen=True, kw_only=True):
     """The cases that are done."""
 
     @property
+    def gpus(self) -> int:
+        """Number of GPUs, which share each sequence, or in data parallel mode the batch."""
+        return 1 if self.mode == "single" else self.order.gpus
+
+    @property
     def processes(self) -> int:
         """Number of processes: one for each GPU, or one for all if threads share them."""
         in_threads = self.mode == "data parallel" and self.order.device == "cuda"
-        return 1 if self.mode == "single" or in_threads else self.order.gpus
+        return 1 if in_threads else self.gpus
 
     def case(self, direction: Direction) -> BenchRow:
         """A direction's case, still without a length; DataParallel has a sequence for each GPU."""
-        gpus = 1 if self.mode == "single" else self.order.gpus
         return BenchRow(
-            implementation=self.implementation,
-            mode=self.mode,
-            direction=direction,
+            self.implementation,
+            self.mode,
+            direction,
             length_tokens=None,
-            batch=gpus if self.mode == "data parallel" else 1,
-            gpus=gpus,
+            batch=self.gpus if self.mode == "data parallel" else 1,
+            gpus=self.gpus,
             result="fits",
         )
 
@@ -307,27 +282,18 @@ class BenchShare(Record, frozen=True, kw_only=True):
         if self.implementation == "reference":
             most = min(most, REFERENCE_TOKENS[self.order.device])
         for direction in self.order.directions:
-            case = self.case(direction)
             done = [row for row in self.rows if row.direction == direction]
-            tried = {row.length_tokens: row for row in done if row.batch == case.batch}
-            last = next(reversed(tried.values()), None)
-            if last is not None and last.fits and self.mode == "single":
-                batches = BATCHES if last.length_tokens in BATCH_TOKENS else ()
-                tried_with = {row.batch for row in done if row.length_tokens == last.length_tokens}
-                for batch in batches:
-                    if batch not in tried_with:
-                        return case.replace(length_tokens=last.length_tokens, batch=batch)
-            fits = {length: row.fits for length, row in tried.items() if length is not None}
-            length = self.order.next_length(fits, most=most)
-            if length is not None:
-                return case.replace(length_tokens=length)
+            tried = {row.length_tokens or 0: row.fits for row in done}
+            if (length := self.order.next_length(tried, most=most)) is not None:
+                return self.case(direction).replace(length_tokens=length)
         return None
 
 
 class BenchPart(Record, frozen=True, kw_only=True):
     """Report of one process on one case: its result, or the reason why it has none."""
 
-    ending: PartEnding = "done"
+    result: BenchResult = "fits"
+    """Anything else: the process failed, and has nothing but the reason."""
     reason: str = ""
     hint: str = ""
     machine: BenchMachine | None = None

@@ -1,5 +1,5 @@
 """Capacities: the longest length of one model on some GPUs with some settings, from a study, a
-prediction, or a published table (memory/table_accuracy.py).
+prediction, or a published table (memory/capacity_table.py).
 """
 
 from typing import Literal

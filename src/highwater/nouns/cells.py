@@ -30,6 +30,12 @@ _OFFLOAD_ORDER: tuple[Offload, ...] = (False, "states", True)
 """Values of ``offload``, by how much is in host memory, the least first."""
 _RECOMPUTE_ORDER = ("none", "all-but-attention", "layer")
 """Kinds of recomputation, the simplest first; any other is less simple than these."""
+_COPIED = "each GPU has a copy of the model in nf4: FSDP beside it is `--copies 1`"
+_UNMEASURED = (
+    "shards of a model in nf4 by accelerate are taken as FSDP2 beside LoRA, and nobody measured "
+    "one: FSDP1 trains it, and FSDP2 leaves it whole, or in bfloat16 changes some of its numbers"
+)
+"""Notes on accelerate 1.15 (docs/results/other_trainers)."""
 
 
 def default_ladder(
@@ -79,11 +85,13 @@ def cells_of(
     counts: tuple[int, ...],
     *,
     has_ring: bool = True,
+    shards_packed: bool = False,
     machines: int = 1,
     longest_tokens: int | None = None,
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
     """Cells of every layout that can work on every rung, and a note for each skipped layout.
-    ``has_ring``: the trainer has ring attention. ``machines``: number that the GPUs are in.
+    ``has_ring``: the trainer has ring attention; ``shards_packed``: it shards a model in NF4 if
+    no copies are named, else each GPU has one. ``machines``: number that the GPUs are in.
     ``longest_tokens``: the longest document; None: unknown. Raises UsageError if no layout works.
     """
     if device == "cpu" and request.allocator == "expandable":
@@ -97,9 +105,9 @@ def cells_of(
         with suppress(UsageError):  # without recomputation no input moves
             on_host = request.settings.replace(activations="host")
             ladders += [ladder(base=on_host, allocator=request.allocator or "expandable")]
-    is_packed = request.settings.lora_base == "nf4"
+    is_copied = request.settings.lora_base == "nf4" and not shards_packed
     degrees = product(counts, request.ulysses or (1,), request.ring, request.copies or (1,))
-    if is_packed and request.copies is None:  # nothing shards it: each GPU has a copy
+    if is_copied and request.copies is None:
         degrees = ((gpus, ulysses, ring, gpus) for gpus, ulysses, ring, _ in degrees)
     asked = [_Degrees(*each, machines=machines) for each in dict.fromkeys(degrees)]
     pattern = request.settings.pattern
@@ -107,7 +115,6 @@ def cells_of(
     bounds = _Bounds(
         *(shape, device, request.settings.strategy),
         *(has_ring, longest_tokens, pattern),
-        is_packed=is_packed,
         head_groups=request.settings.attention_head_groups,
     )
     obstacles = {each: bounds.obstacle(each) for each in asked}
@@ -122,9 +129,11 @@ def cells_of(
         raise UsageError(problem, hint=f"use {works}")
     every = (place for rungs in ladders for place in product(layouts, rungs))
     cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in every)
-    return cells, tuple(
-        f"{each.label_on(device)} is skipped: {why}" for each, why in skipped.items()
-    )
+    said = [f"{each.label_on(device)} is skipped: {why}" for each, why in skipped.items()]
+    if is_copied and max(counts) > 1:
+        is_whole = all(each.shard_degree == 1 for each in layouts)
+        said.append(_COPIED if is_whole else _UNMEASURED)
+    return cells, tuple(said)
 
 
 def within_token_budget(
@@ -251,8 +260,6 @@ class _Bounds(NamedTuple):
     longest_tokens: int | None
     pattern: SparsePatternConfig | None
     """The keys that attention keeps; None: every key."""
-    is_packed: bool
-    """True if the model is frozen in NF4."""
     head_groups: int = 1
     """Groups of key/value heads that attention is computed in, one after the other."""
 
@@ -266,8 +273,6 @@ class _Bounds(NamedTuple):
             return f"{asked.copies} copies do not divide {ranks}"
         if asked.copies > 1 and self.strategy != "fsdp2":
             return "FSDP1 keeps no copies of its shards"
-        if self.is_packed and asked.copies < asked.gpus:
-            return f"a model in nf4 is not sharded: each GPU has a copy, not {asked.copies} share"
         if asked.ring > 1 and self.head_groups > 1:
             return "a ring passes on all heads at once, and attention in head groups does not"
         needed = asked.ulysses * self.head_groups
@@ -300,10 +305,6 @@ def _offers(
     refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
 ) -> str:
     """Flags that would work: the nearest layouts to the refused ones, or Ulysses alone."""
-    beside = ""
-    if all(next(bounds.layouts(gpus), None) is None for gpus in counts):
-        # a model in nf4 needs copies, which FSDP1 has not
-        bounds, beside = bounds._replace(strategy="fsdp2"), "--strategy fsdp2"
     nearest = {each: _nearest(each, bounds) for each in refused}
     works = [to.flags_after(each) for each, to in nearest.items() if to.is_shared_as(each)]
     if not works:
@@ -316,7 +317,7 @@ def _offers(
     fewer = {each.ulysses: bounds.shape.kv_heads // each.ulysses for each in refused}
     if 1 < max(fewer.values()) < bounds.head_groups:
         works.insert(0, f"--attention-head-groups {max(fewer.values())}")
-    works = [f"`{' '.join(filter(None, (way, beside)))}`" for way in dict.fromkeys(works)]
+    works = [f"`{way}`" for way in dict.fromkeys(works)]
     return works[0] if len(works) == 1 else f"{', '.join(works[:-1])} or {works[-1]}"
 
 

@@ -277,10 +277,10 @@ def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
     asked = named._replace(gpus=gpus)
     near = found or _near(name)
     if near is not None and (missing := lacking(near)):  # of a near one, whose name is next
+        size = f"{(near.usable_bytes or 0) / GIB:.2f}GiB"
         words = _typed(gpus or 1, None, machines=named.machines)
-        words += f" --gpu-memory {(near.usable_bytes or 0) / GIB:.2f}GiB"
-        hint = f"use `--gpus {words}`, a GPU of its size that has both: fp16, and SDPA's "
-        hint += "memory-efficient attention, take as much"
+        hint = f"use `--gpus {words} --gpu-memory {size}`, a GPU of its size that has both: fp16 "
+        hint += "and SDPA's memory-efficient attention take as much"
         raise MachineError(f"{near.name} has no {' and no '.join(missing)}", hint=hint)
     if found is None:
         raise UsageError(

@@ -356,15 +356,27 @@ def nf4_bytes(numbers: int) -> int:
 
 def saved_by_base(shape: ModelShape, lora: Lora, *, element: int) -> int:
     """Bytes that NF4 saves in a frozen model's linear layers; ``element``: bytes of an element."""
-    if lora.base == "bf16":
-        return 0
-    sizes = [
-        (run.count, outputs * inputs)
+    in_layers = (
+        run.count * saved_in_layer(run.kind, shape.model_type, lora, element=element)
         for run in shape.runs
-        for outputs, inputs in _sizes(run.kind, shape.model_type).values()
-    ]
-    sizes += [(1, each.rows * each.row_size) for each in shape.layer_tables[1:]]
-    return sum(count * (element * numbers - nf4_bytes(numbers)) for count, numbers in sizes)
+    )
+    return sum(in_layers) + saved_outside(shape, lora, element=element)
+
+
+@cache
+def saved_in_layer(kind: LayerKind, model_type: str, lora: Lora, *, element: int) -> int:
+    """The bytes of ``saved_by_base`` in one layer."""
+    return _saved(_sizes(kind, model_type).values(), lora, element)
+
+
+def saved_outside(shape: ModelShape, lora: Lora, *, element: int) -> int:
+    """The bytes of ``saved_by_base`` outside of the decoder layers."""
+    return _saved(((each.rows, each.row_size) for each in shape.layer_tables[1:]), lora, element)
+
+
+def _saved(sizes: Iterable[tuple[int, int]], lora: Lora, element: int) -> int:
+    numbers = (outputs * inputs for outputs, inputs in sizes if lora.base == "nf4")
+    return sum(element * each - nf4_bytes(each) for each in numbers)
 
 
 def adapter_parameters(shape: ModelShape, lora: Lora) -> int:

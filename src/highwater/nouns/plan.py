@@ -275,6 +275,7 @@ def plan(
             device,
             hardware.counts,
             has_ring=not TRAINERS[trainer].refused(["ring"]),
+            shards_packed=TRAINERS[trainer].shards_packed,
             machines=machines,
             # how long a user's documents are is not known before they are read
             longest_tokens=grid.max_tokens if request.data is None else None,

@@ -19,6 +19,7 @@ from highwater.nouns.declaration import (
     MOST_GPUS,
     MOST_NAMED,
     NUMBER,
+    PAPER,
     PREDICTING_COMMANDS,
     REQUIRED,
     SHARE,
@@ -141,9 +142,7 @@ class _FirstFields(DeclaredRecord, frozen=True, kw_only=True):
         None,
         "Ulysses degrees: GPUs that share one sequence",
         defaults={
-            **dict.fromkeys(
-                ("predict", "recommend", "emit"), "every degree that divides GPUs and heads"
-            ),
+            **dict.fromkeys(PAPER, "every degree that divides GPUs and heads"),
             **dict.fromkeys(("try", "train"), "1"),
             "find": "those of the simplest and of the longest settings",
         },
@@ -152,14 +151,13 @@ class _FirstFields(DeclaredRecord, frozen=True, kw_only=True):
         (1,),
         "ring degrees: GPUs, or groups of --ulysses GPUs, that share one sequence by passing "
         "keys and values on",
-        defaults=dict.fromkeys(
-            ("predict", "recommend", "emit"), "1; with `--trainer trl` every one that divides GPUs"
-        ),
+        defaults=dict.fromkeys(PAPER, "1; `--trainer trl`: every one that divides GPUs"),
     )
     copies: tuple[int, ...] | None = kinds.COUNTS(
         None,
         "copies of what FSDP2 shards, each among GPUs / copies; with as many as machines, the "
-        "network between them carries gradients alone; default: 1, of a model in nf4 one a GPU",
+        "network between them carries gradients alone; default: 1, of a model in nf4 by "
+        "another trainer one a GPU",
     )
     memory: Size | None = kinds.SIZE(
         None,

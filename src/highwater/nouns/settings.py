@@ -58,8 +58,6 @@ Activations = Literal["gpu", "host"]
 HOST_SHARE = 0.85
 """Share of a machine's memory, or of its control group's, that activations may take."""
 
-TRAINED_OTHERWISE = ("lora", "lora_base", "optimizer")
-"""Fields that change what is learned, and that a guide can be asked for."""
 
 _PATTERN = SparsePatternConfig()
 PATTERN_FIELDS = (

@@ -165,6 +165,8 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     ring_objectives: frozenset[Objective] | None = None
     """Objectives whose sequences it shares by a ring, if the model's layers allow that and nobody
     named a degree. None: it shares them by heads."""
+    shards_packed: bool = False
+    """True if it shards a model in NF4 unless copies are named; else each GPU has a copy."""
     offloads_states: bool = False
     """True if its optimizer's moments alone can be in host memory, at a step's peak too."""
     rollout: RolloutTraits = RolloutTraits()

@@ -1,12 +1,14 @@
 """The report of ``highwater bench attention``: its tables, in a terminal, as Markdown and as JSON.
 
-Every figure is measured, or in a column ``predicted``; unmeasured cases are left out.
+Every figure is measured, counted (``kept``) or ``predicted``; unmeasured cases are left out.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
+
+from msgspec.structs import asdict
 
 from highwater.nouns.attention_bench import (
     COMPARED,
@@ -16,9 +18,8 @@ from highwater.nouns.attention_bench import (
     Direction,
     Entry,
 )
-from highwater.nouns.codec import Record
 from highwater.pages.page import drawn_page, template_lines
-from highwater.pages.table import Column, TextTable, table_of
+from highwater.pages.table import Column, TextTable, field_text, table_of
 from highwater.pages.text import plain
 from highwater.recommendation.attention_summary import (
     FAR,
@@ -57,11 +58,7 @@ class BenchDocument(AttentionBench, frozen=True, kw_only=True):
 def bench_document(bench: AttentionBench) -> BenchDocument:
     """Make the JSON document of a benchmark's report."""
     summary = attention_summary(bench)
-    return BenchDocument(
-        **{name: getattr(bench, name) for name in AttentionBench.__struct_fields__},
-        answer=_answer(bench, summary),
-        summary=summary,
-    )
+    return BenchDocument(**asdict(bench), answer=_answer(bench, summary), summary=summary)
 
 
 class ReportSection(NamedTuple):
@@ -130,11 +127,12 @@ def _answer(bench: AttentionBench, summary: AttentionSummary) -> str:
     if not found:
         return f"no attention held any length, {direction}"
     best = max(found, key=lambda each: (each.fits_tokens or 0, -each.time_s))
-    where = "" if best.mode == "single" else f" over {counted(best.gpus, 'GPU')}"
+    where = "" if best.mode == "single" else f" over {counted(bench.order.gpus, 'GPU')}"
+    said = f"{best.implementation}{where} holds {_held(best)} tokens, {direction}, in "
+    said += format_pass(best.time_s)
     others = [each for each in found if each.implementation == "dense" and each is not best]
-    held = [f"{_held(each)} in {format_pass(each.time_s)}" for each in others]
-    first = f"{best.implementation}{where} holds {_held(best)} tokens, {direction}, in "
-    return f"{first}{format_pass(best.time_s)}{''.join(f'; dense {each}' for each in held)}"
+    held = (f"dense {_held(each)} in {format_pass(each.time_s)}" for each in others)
+    return "; ".join((said, *held))
 
 
 def _held(each: LongestLength) -> str:
@@ -145,29 +143,22 @@ def _held(each: LongestLength) -> str:
 
 def _fields(*paths: str) -> list[Column[Any]]:
     """Columns of fields, by their paths: a heading, and cells with their unit."""
-
-    def cell(record: Record, path: str) -> str:
-        *outer, name = path.split(".")
-        return _cell(name, getattr(reduce(getattr, outer, record), name, None))
-
-    return [(_heading(path.rpartition(".")[2]), partial(cell, path=path)) for path in paths]
+    return [(_heading(path.rpartition(".")[2]), partial(_cell, path=path)) for path in paths]
 
 
-def _cell(name: str, value: Any) -> str:
-    """Text of a field's value, by the unit that its name ends with; ``-`` for None."""
+def _cell(record: Any, path: str) -> str:
+    """Text of a field, by the unit that its name ends with; ``-`` for None."""
+    value: Any = reduce(lambda found, name: getattr(found, name, None), path.split("."), record)
     if value is None or value == ():
         return "-"
-    if name.endswith("_bytes"):
-        return per_gpu(value) if isinstance(value, tuple) else format_bytes(round(value))
-    if name.endswith("_tokens"):
-        return format_tokens(value)
-    if name.endswith("_s"):
+    if path.endswith("_s"):
         return format_pass(value)
-    if name.endswith(("share", "efficiency", "error")):
+    if path.endswith(("share", "efficiency", "error")):
         return f"{100 * value:.3g} %"
     if isinstance(value, tuple):
-        return plain(", ".join(map(str, value)))
-    return f"{value:,.4g}" if isinstance(value, float) else plain(str(value))
+        return per_gpu(value) if path.endswith("_bytes") else plain(", ".join(map(str, value)))
+    is_number = isinstance(value, float) and not path.endswith("_bytes")
+    return f"{value:,.4g}" if is_number else field_text(record, path)
 
 
 def _heading(name: str) -> str:
@@ -193,17 +184,15 @@ def _name(entry: Entry) -> str:
 
 def _machine_table(bench: AttentionBench) -> TextTable:
     """Table of the date, the machine, the versions and the order, a row for each field."""
-    fields = {"made_at": bench.made_at, "command": " ".join(bench.command)}
+    rows = [("made at", bench.made_at), ("command", plain(" ".join(bench.command)))]
     for record in (bench.machine, bench.order):
-        fields |= {name: getattr(record, name) for name in record.__struct_fields__}
-    fields |= bench.machine.versions
-    del fields["versions"]
-    return table_of(
-        "what was measured on, and what was asked",
-        fields.items(),
-        ("what", lambda each: _heading(each[0])),
-        ("which", lambda each: _cell(*each)),
-        names=2,
+        names = [name for name in record.__struct_fields__ if name != "versions"]
+        rows += [(_heading(name), _cell(record, name)) for name in names]
+    return TextTable(
+        title="what was measured on, and what was asked",
+        columns=("what", "which"),
+        rows=(*rows, *((name, plain(own)) for name, own in bench.machine.versions.items())),
+        left_columns=2,
     )
 
 
@@ -230,7 +219,7 @@ def _case_tables(bench: AttentionBench) -> Iterator[TextTable]:
         rows = rows_of(bench, entry, batches=True)
         said = [(row.length_tokens, plain(row.reason)) for row in rows if row.reason]
         yield table_of(
-            f"{entry_words(entry)}: {bench.order.what(entry.implementation)}",
+            f"{entry_words(entry)}: {IMPLEMENTATIONS[entry.implementation].what}",
             rows,
             *_fields("length_tokens", "batch", "result", *_COSTS),
             footnotes=(f"{format_tokens(length)}: {reason}" for length, reason in said),
@@ -293,11 +282,5 @@ def _too_little(summary: AttentionSummary) -> tuple[str, ...]:
     ]
     beyond = {each.gpu for each in summary.predicted}
     beyond -= {each.gpu for each in summary.predicted if not each.is_least}
-    return _lines(
-        "too_little",
-        summary=summary,
-        unknown=unknown,
-        beyond=len(beyond),
-        far=FAR,
-        least_lengths=LEAST_LENGTHS,
-    )
+    limits = {"far": FAR, "least_lengths": LEAST_LENGTHS}
+    return _lines("too_little", summary=summary, unknown=unknown, beyond=len(beyond), **limits)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from highwater.api.prediction import predict
 from highwater.errors import StudyError, UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predicted_capacities
-from highwater.memory.table_accuracy import table_capacities
+from highwater.memory.capacity_table import table_capacities
 from highwater.nouns.capacities import Capacity, Source, may_be_simpler, simplest, study_capacities
 from highwater.nouns.codec import record_in
-from highwater.nouns.declaration import flag_of, words_of
+from highwater.nouns.declaration import words_of
 from highwater.nouns.recommendation import Query
 from highwater.nouns.settings import Settings, other_training
 from highwater.nouns.study import Cell, counted_ranks, usual_grid
@@ -258,33 +258,18 @@ def guide(
     gpus: Sequence[str] = (),
     trainer: TrainerName = OURS,
     gpu_memory: str | int | None = None,
-    sequences_per_micro_batch: int | None = None,
-    ulysses: Sequence[int] = (),
-    ring: Sequence[int] = (),
-    copies: Sequence[int] = (),
-    trained: Mapping[str, Any] | None = None,
 ) -> Guide:
     """Find the simplest settings that fit each length, on every kind and number of GPUs.
 
     A source is a study, a table of known capacities (``.csv``) or an answer of ``highwater predict
     --json`` (``.json``). ``predict`` names models whose capacities the formula predicts, on each of
     ``gpus``: ``"4xA100-80GB"``; default: this machine's. ``gpu_memory`` is the memory of one GPU,
-    of any kind, for kinds that are not in the catalog. ``sequences_per_micro_batch``, ``ulysses``,
-    ``ring`` and ``copies`` are those of the prediction; None or empty: as in ``predict``.
-    ``trained`` are settings that change what is trained: ``{"lora": 32}``. Raises HighwaterError
-    for an unreadable source, and for settings that cannot be predicted.
+    of any kind, for kinds that are not in the catalog. A prediction with other settings comes as a
+    ``.json``. Raises HighwaterError for an unreadable source, and for what cannot be predicted.
     """
-    degrees = (("ulysses", ulysses), ("ring", ring), ("copies", copies))
-    named: dict[str, Any] = {name: list(numbers) for name, numbers in degrees if numbers}
-    named |= trained or {}
     for is_wrong, what in (
         (gpus or gpu_memory is not None, "GPUs are named, and no model to predict"),
         (not sources, "a guide of nothing: no study, no table and no model is named"),
-        (
-            sequences_per_micro_batch is not None,
-            "sequences a micro-batch are named, and no model to predict",
-        ),
-        (named, f"{', '.join(map(flag_of, named))}: and no model to predict"),
     ):
         if is_wrong and not predict:
             raise UsageError(what, hint=f"for example `{_EXAMPLE}`")
@@ -293,9 +278,6 @@ def guide(
     models: dict[str, tuple[str | None, str, str]] = {}
     queries: dict[tuple[str, str, str], Query] = {}
     settings: dict[str, Any] = {"trainer": trainer, "gpu_memory": gpu_memory}
-    if sequences_per_micro_batch is not None:
-        settings["sequences_per_micro_batch"] = sequences_per_micro_batch
-    settings |= named
     for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, settings)):
         for each in found.capacities:
             if each.config_digest is None:

@@ -1,6 +1,6 @@
 """Predictions and recommendations in sentences: what fits, with which settings, the headroom, the
-speed. Then tables: capacities by rung, bytes by term, hits against a known table; and the caveat
-below a table, or all notes (``prediction.txt.j2``).
+speed. Then tables: capacities by rung, bytes by term; and the caveat below a table, or all notes
+(``prediction.txt.j2``).
 """
 
 import math
@@ -15,13 +15,13 @@ from highwater.memory.formula.rollout import ON_PAPER
 from highwater.memory.interval.calibration import least_residuals
 from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.question import HEADS_SHARE, KEPT_REFERENCE
-from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
-from highwater.memory.trainers import MEMORY, UNTIMED, by_replay
+from highwater.memory.trainers import MEMORY, UNTIMED
 from highwater.model.held_bytes import PROCESS_BYTES
 from highwater.model.rope import YARN_IN_USE
 from highwater.nouns.cluster import nameless
 from highwater.nouns.hardware import THIS_MACHINE, runs_trials
+from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Rollout
 from highwater.nouns.recommendation import Alternative, Candidate, FileChange, Recommendation
 from highwater.nouns.settings import (
@@ -31,7 +31,7 @@ from highwater.nouns.settings import (
     shared_training,
     short_settings,
 )
-from highwater.nouns.study import HOST_KEPT, RISK_IN_WORDS, Cell, Risk, counted_ranks
+from highwater.nouns.study import HOST_KEPT, RISK_IN_WORDS, Cell, Risk
 from highwater.nouns.trainer import (
     OURS,
     REGISTRY,
@@ -45,7 +45,7 @@ from highwater.nouns.trainer import (
 from highwater.pages.page import template_lines
 from highwater.pages.table import TextTable, table_of
 from highwater.pages.text import plain
-from highwater.speed import BASIS_IN_WORDS
+from highwater.speed import BASIS_IN_WORDS, Cost
 from highwater.units import GIB, counted, format_bytes, format_seconds, format_share, format_tokens
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ def prediction_answer(
     if read is not None and longest is not None and farthest is not None:
         text = _of_file(prediction, read, longest.explained, farthest.answer, changed)
     elif answer is None:
-        source += how_many and f"; {how_many}"
         text = _nothing(prediction, source + in_bf16, longest, alternatives)
     else:
         text = _answered(prediction, answer, source + in_bf16, how_many, fuller)
@@ -218,14 +217,12 @@ def _answered(
     model, asked = plain(prediction.model_name), prediction.length_tokens
     where = f"{_where(prediction)}{how_many and f' ({how_many})'}"
     if (cost := prediction.cost) is not None:
-        size, name = (10**6, "million") if cost.tokens % 10**9 else (10**9, "billion")
-        many = f"A {name}" if cost.tokens == size else f"{cost.tokens / size:,.6g} {name}"
-        source += f". {many} tokens take {_bill(cost.time_s, prediction.gpus, cost.dollars)}"
-        less = fuller and fuller.answer and fuller.cost
+        bill, less = _bill(cost, prediction.gpus), fuller and fuller.answer and fuller.cost
         if fuller and less and less.time_s < 0.95 * cost.time_s:
             rows = fuller.explained.cell.settings.sequences_per_micro_batch
-            bill = _bill(less.time_s, fuller.gpus, less.dollars)
-            source += f", or {bill} with `--sequences-per-micro-batch {rows}`"
+            fuller_bill = f"{_bill(less, fuller.gpus)} with `--sequences-per-micro-batch {rows}`"
+            bill = f"{fuller_bill}, or {bill.partition(' take ')[-1]} without"
+        source += f". {bill}"
     source += prediction.assumed and f". {prediction.assumed}"
     longest_tokens = answer.reach_tokens
     native_tokens = prediction.native_length_tokens
@@ -263,7 +260,12 @@ def _answered(
         text = sentences(claim, at_native, native_tokens)
         text += "" if fails_tokens is None else f" {format_tokens(fails_tokens)} do not fit."
         return f"{text}{_on_gpus(prediction, at_native)}"
-    claim += _in_brackets([*_response(rollout, native_tokens), f"longest: {reach}"])
+    longest = f"longest: {reach}"
+    if prediction.trainer != OURS and (shared := _sharing(answer.cell.layout)):
+        whole = [e.capacity_tokens for e in prediction.cells if not _sharing(e.cell.layout)]
+        own = f"{format_tokens(max(whole))}; " if any(whole) else ""
+        longest = f"longest: {own}by {' x '.join(shared)}: {reach}"
+    claim += _in_brackets([*_response(rollout, native_tokens), longest])
     text = sentences(claim, at_native, native_tokens)
     how, facts, host = _facts_of(answer, *usual, is_scaled=True, is_second=True)
     how = how.removeprefix(f"{shared_training([at_native.cell.settings])}, ")
@@ -277,12 +279,14 @@ def _said(notes: Sequence[str]) -> list[str]:
     return [f"{each[0].upper()}{each[1:]}" for each in notes if each.startswith(unpredicted)]
 
 
-def _bill(time_s: float, gpus: int, dollars: float | None) -> str:
-    """Text of a time, the hours of all GPUs in it, and their price, if that is known."""
-    hours = gpus * time_s / 3600
-    money = "" if dollars is None else f", {dollars:,.2f} dollars"
+def _bill(cost: Cost, gpus: int) -> str:
+    """Text: ``A million tokens take 1m 48s, 0.12 GPU-hours, 0.21 dollars``, of all GPUs."""
+    size, name = (10**6, "million") if cost.tokens % 10**9 else (10**9, "billion")
+    many = f"A {name}" if cost.tokens == size else f"{cost.tokens / size:,.6g} {name}"
+    hours = gpus * cost.time_s / 3600
+    money = "" if cost.dollars is None else f", {cost.dollars:,.2f} dollars"
     shown = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"  # three digits, or no fraction
-    return f"{format_seconds(time_s)}, {shown} GPU-hours{money}"
+    return f"{many} tokens take {format_seconds(cost.time_s)}, {shown} GPU-hours{money}"
 
 
 def fuller_rows(prediction: Prediction) -> int | None:
@@ -314,7 +318,8 @@ def choice_answer(choice: "GpuChoice") -> str:
     if best.million_dollars is not None:
         which, dollars = "cheapest", f" for {best.million_dollars:,.2f} dollars a million tokens"
     elif best.hour_dollars is not None:
-        which, dollars = "cheapest", f" for {best.hour_dollars:,.2f} dollars an hour"
+        hour = f"{best.hour_dollars:,.2f} dollars"
+        which, dollars = "cheapest", f" by the hour, {hour} (its time is not predicted)"
     which = "fewest" if choice.is_one_kind else which
     alone = [e for e in choice.offers if e.trained and not e.trained.cell.settings.uses_host]
     least = min(alone, key=lambda each: each.gpus * each.device_bytes, default=best)
@@ -326,6 +331,7 @@ def choice_answer(choice: "GpuChoice") -> str:
     )
     host = (best.host_memory_bytes, best.usual_host)
     source += best.assumed and f". {best.assumed}"
+    source += "" if best.cost is None else f". {_bill(best.cost, best.gpus)}"
     text = _sentences_on(
         *(claim, best.trained, *host), trainer=choice.trainer, source=source, is_scaled=is_scaled
     )
@@ -335,6 +341,7 @@ def choice_answer(choice: "GpuChoice") -> str:
 def choice_table(choice: "GpuChoice") -> TextTable:
     """Table with a row for each kind of GPU, the cheapest first; or for each number of one kind."""
     trained = shared_training(e.trained.cell.settings for e in choice.offers if e.trained)
+    is_timed = any(each.trained and each.trained.step for each in choice.offers)
     return table_of(
         f"{plain(choice.model_name)}, {format_tokens(choice.length_tokens)} tokens"
         f"{trained and f', {trained}'}: predicted by formula",
@@ -342,8 +349,8 @@ def choice_table(choice: "GpuChoice") -> TextTable:
         ("GPUs", lambda each: f"{each.gpus} x {plain(each.device_name)}"),
         ("fewest", lambda each: str(each.fewest_gpus or "-")),
         ("dollars, 1h", lambda each: _dollars(each.hour_dollars)),
-        ("dollars, 1M", lambda each: _dollars(each.million_dollars)),
-        ("tokens/s", "trained.step.tokens_per_s"),
+        ("dollars, 1M", lambda each: _dollars(each.million_dollars)) if is_timed else None,
+        ("tokens/s", "trained.step.tokens_per_s") if is_timed else None,
         ("Ulysses", lambda each: each.trained.cell.layout.sharing if each.trained else "-"),
         (
             "settings",
@@ -403,12 +410,11 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
     """
     if (chosen := found.chosen) is None:
         source = predicted_as(found.trainer) if predicted_traits(found.trainer) else "measured"
-        how_many = _how_many(found.alternatives)
         tokens = _tokens(found.length_tokens, found.native_length_tokens)
         text = f"No: {plain(found.model_name)} does not train at {tokens} on "
         fits_shorter = any(each.capacity_tokens for each in found.candidates)
         ended = _ended_by(found, fits_shorter=fits_shorter)
-        text += f"{_where(found, target)}{ended}, {source}{how_many and f'; {how_many}'}."
+        text += f"{_where(found, target)}{ended}{_but_on(found.alternatives, source)}"
         is_scaled = found.length_tokens > found.native_length_tokens
         text = f"{text} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
         is_beside = any(each.rollout_sequences is not None for each in found.candidates)
@@ -473,6 +479,12 @@ def _response(rollout: Rollout | None, length_tokens: int) -> list[str]:
     return [f"response: {format_tokens(left_tokens)}"] * (left_tokens > 0)
 
 
+def _sharing(layout: Layout) -> list[str]:
+    """Text of the degrees by which GPUs share a sequence: ``Ulysses 2``, ``ring 4``."""
+    degrees = (("Ulysses", layout.ulysses_degree), ("ring", layout.ring_degree))
+    return [f"{name} {degree}" for name, degree in degrees if degree > 1]
+
+
 def _in_brackets(notes: Sequence[str]) -> str:
     return f" ({', '.join(notes)})" if notes else ""
 
@@ -496,6 +508,12 @@ def _where(found: Prediction | Recommendation, target: str | None = None) -> str
         fits = f" ({f'up to {most}' if most > taken else 'no more'} fits)"
         by += f" beside vLLM at {taken}{fits * bool(most)}"
     return f"{_gpus(found)}{by}"
+
+
+def _but_on(alternatives: Sequence[Alternative], source: str) -> str:
+    """End of a No, on how many GPUs suffice, and a sentence on the source of both."""
+    how_many = _how_many(alternatives)
+    return f"{how_many and f'; {how_many}'}. {source[:1].upper()}{source[1:]}."
 
 
 def _how_many(alternatives: Sequence[Alternative]) -> str:
@@ -544,7 +562,8 @@ def _nothing(
     text = f"No: {plain(prediction.model_name)} does not train {what} on "
     shorter, fewer = None if longest is None else longest.answer, ()
     fits_shorter = shorter is not None and shorter.capacity_tokens > 0
-    text += f"{_where(prediction)}{_ended_by(prediction, fits_shorter=fits_shorter)}, {source}."
+    text += f"{_where(prediction)}{_ended_by(prediction, fits_shorter=fits_shorter)}"
+    text += _but_on(others, source)
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native_tokens
         how, *_ = _facts_of(shorter, None, None, is_scaled=is_scaled)
@@ -601,27 +620,26 @@ def _ended_by(found: Prediction | Recommendation, *, fits_shorter: bool) -> str:
         return f" with {copies} copies of the states"
     traits = predicted_traits(found.trainer)
     said = [each.partition(":")[0] for each in found.notes if each.startswith(HEADS_SHARE)]
+    alone = ""
     if found.gpus > 1 and traits is not None and traits.refused(["ulysses"]):
-        said = ["one GPU has each sequence"]
-    if said and fits_shorter:
+        alone = " with each sequence on one GPU (others are not predicted)"
+    elif said and fits_shorter:
         return f": {said[0]}"
-    short = [
-        max(0, -(each.headroom_bytes or 0)) if each.lacks_bytes is None else each.lacks_bytes
-        for each, is_host in zip(rows, of_host, strict=True)
-        if not is_host
-    ]
-    return f", {format_bytes(min(short))} short" if short and min(short) else ""
+    of_gpus = compress(rows, [not is_host for is_host in of_host])
+    short = [*map(_short_bytes, of_gpus)]
+    return f"{alone}, {format_bytes(min(short))} short" if short and min(short) else alone
+
+
+def _short_bytes(found: CellPrediction | Candidate) -> int:
+    """Bytes that a GPU lacks, as the column ``headroom`` has them; else for what must be spare."""
+    return max(0, -(found.headroom_bytes or 0)) or found.lacks_bytes or 0
 
 
 def _nearest(prediction: Prediction) -> tuple[CellPrediction, int]:
     """The cell that lacks least, of GPUs before host memory, and the bytes that it lacks."""
-
-    def lacks_bytes(cell: CellPrediction) -> int:  # older files say the headroom alone
-        return max(0, -cell.headroom_bytes) if cell.lacks_bytes is None else cell.lacks_bytes
-
-    nearest = min(prediction.cells, key=lambda each: (each.binding == "host", lacks_bytes(each)))
+    nearest = min(prediction.cells, key=lambda each: (each.binding == "host", _short_bytes(each)))
     if nearest.binding != "host":
-        return nearest, lacks_bytes(nearest)
+        return nearest, _short_bytes(nearest)
     there_bytes = prediction.memory_limit.host_bytes or 0
     return nearest, nearest.footprint.host_needed_bytes - there_bytes
 
@@ -647,7 +665,7 @@ def _sentences_on(
 ) -> str:
     """Sentences on a cell that trains. ``peaks``: the phase in which its memory peaks. Their parts:
 
-    Qwen3-8B trains 40,960 tokens on 4 x A100-80GB and host memory: [claim]
+    Qwen3-8B trains 40,960 tokens on 4 x A100-80GB with host memory: [claim]
     safe, peak 41.97 GiB, 2.43 GiB left, about 9,217 tokens/s. [facts]
     Predicted for highwater. A million tokens take 1m 48s, 0.12 GPU-hours. [source, more]
     With a chunked loss and the layers' activations in host memory; [how]
@@ -660,9 +678,7 @@ def _sentences_on(
     rows = fixed.get("sequences_per_micro_batch") or settings.traits.documents_together
     is_large = _usual_rows(found.cell, trainer) == 1 and settings.sequences_per_micro_batch > rows
     how, facts, host = _facts_of(found, *usual, peaks=peaks, is_scaled=is_scaled, is_large=is_large)
-    layout, claim = found.cell.layout, claim + " and host memory" * settings.uses_host
-    degrees = (("Ulysses", layout.ulysses_degree), ("ring", layout.ring_degree))
-    claim += _in_brackets([f"{name} {degree}" for name, degree in degrees if degree > 1])
+    claim += " with host memory" * settings.uses_host + _in_brackets(_sharing(found.cell.layout))
     claim += _by_its_file(found.cell, trainer)
     text = f"{claim}{': ' * bool(facts)}{facts}. {source[:1].upper()}{source[1:]}."
     return f"{text} With {how}{'; ' * bool(host)}{host}."
@@ -1012,7 +1028,7 @@ def data_answer(found: "DataLengths") -> str:
             f"{'about ' * is_estimate}{_of(found.cut, found)} of your tokens are left"
         )
         lines = (
-            [f"{name}: {cut}", f"{held}{lines[0].partition(held)[2]}"]
+            [f"{name}: {cut}", f"{held.capitalize()}{lines[0].partition(held)[2]}"]
             if found.is_asked
             else [*lines, cut]
         )
@@ -1034,7 +1050,8 @@ def data_answer(found: "DataLengths") -> str:
     lines.append(said)
     meant = found.cut if found.cut and found.cut.epoch_s is not None else enough
     if meant.trained and meant.epoch_s is not None:
-        bill = _bill(meant.epoch_s, meant.trained.cell.layout.gpus, meant.epoch_price)
+        cost = Cost(tokens=meant.kept_tokens, time_s=meant.epoch_s, dollars=meant.epoch_price)
+        bill = _bill(cost, meant.trained.cell.layout.gpus).partition(" take ")[-1]
         passed = f"One pass at {format_tokens(meant.length_tokens)} takes about"
         lines.append(f"{passed} {bill}, predicted")
     lines += _said(found.notes)
@@ -1062,6 +1079,7 @@ def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
     before = dict(zip(found.lengths[1:], (e.documents for e in found.lengths), strict=False))
     own = {each: each.documents - before.get(each, 0) for each in found.lengths}
     is_trained = any(each.trained for each in found.lengths)
+    is_timed = any(each.trained and each.trained.step for each in found.lengths)
     trained = shared_training(e.trained.cell.settings for e in found.lengths if e.trained)
     last = found.lengths.index(found.enough) + 2
     shown = found.lengths if is_whole or not is_trained else found.lengths[max(0, last - 4) : last]
@@ -1083,8 +1101,8 @@ def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
         )
         if is_trained
         else None,
-        ("a step", "trained.step.time_s") if is_trained else None,
-        ("one pass", "epoch_s") if is_trained else None,
+        ("a step", "trained.step.time_s") if is_timed else None,
+        ("one pass", "epoch_s") if is_timed else None,
         ("dollars", lambda each: _dollars(each.epoch_price))
         if any(each.epoch_price is not None for each in found.lengths)
         else None,
@@ -1105,37 +1123,6 @@ def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
         ("", lambda alive: _bar(alive.bytes, largest)),
         ("GiB", lambda alive: f"{alive.bytes / GIB:.2f}"),
         footnotes=template_lines("prediction.txt.j2", "tensor_notes", replayed=replayed),
-    )
-
-
-def accuracy_table(table_accuracy: TableAccuracy, *, name: str) -> TextTable:
-    """Table of hits and near hits for each rung of a known table; footnotes name each miss."""
-    closed = {row.settings: row for row in table_accuracy.closed_form}
-    replayed = table_accuracy.replayed_cells
-    is_replayed = MEMORY[table_accuracy.trainer].replay is not None
-    notes = (by_replay(replayed, replayed + table_accuracy.formula_cells),) if is_replayed else ()
-    return table_of(
-        f"predicted against {plain(name)}",
-        table_accuracy.per_settings,
-        ("settings", "settings"),
-        ("cells", "cells"),
-        ("exact", "exact"),
-        ("within one step", "within_one_step"),
-        ("closed form: exact", lambda row: str(closed[row.settings].exact)) if closed else None,
-        ("within one step", lambda row: str(closed[row.settings].within_one_step))
-        if closed
-        else None,
-        footnotes=(*notes, *map(_missed, table_accuracy.misses)),
-        names=1,
-    )
-
-
-def _missed(miss: Miss) -> str:
-    layout = miss.cell.layout
-    return (
-        f"{miss.settings}, {plain(miss.device_name)}, {plain(miss.model_name)}, "
-        f"{counted_ranks(layout.gpus, 'cuda')}{layout.suffix}: known "
-        f"{format_tokens(miss.known_tokens)}, predicted {format_tokens(miss.predicted_tokens)}"
     )
 
 

@@ -63,7 +63,8 @@ def recommendation_tables(
         return (_tried_table(found),)
     tables = [] if found.chosen is None else [_chosen_table(found, found.chosen)]
     tables.append(telling_table(found, is_whole=True))
-    return (*tables[:-1], replace(tables[-1], footnotes=_footnotes(found, is_explained)))
+    notes = _footnotes(found, found.candidates, is_explained=is_explained)
+    return (*tables[:-1], replace(tables[-1], footnotes=notes))
 
 
 def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable:
@@ -89,10 +90,12 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
         fits = f"the {found.aim}" if each == chosen else "fits"
         return fits if each.fits else reason(each) if is_whole else reason(each).split(" of a ")[0]
 
-    footnotes = _footnotes(found, is_explained=False)
+    footnotes = _footnotes(found, rows, is_explained=False)
     if any(each.lacks_of == "device" and each.lacks_bytes for each in rows):
         spare = format_bytes(found.margin_bytes)
         footnotes = (f"lacks: with {spare} to spare; {footnotes[0]}",)
+    is_timed = any(each.step_time is not None for each in rows)
+    why = "" if "--explain" in footnotes[0] else "; why: `--explain`"
     return table_of(
         f"{_title(found)}{shared if chosen else f'{shared}: nothing fits'}",
         rows,
@@ -103,9 +106,9 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
         _costs_of(found) if is_whole else None,
         *(_BUDGET if is_whole else ()),
         _reach(found),
-        ("tokens/s", lambda each: _step(each)[1]) if chosen else None,
+        ("tokens/s", lambda each: _step(each)[1]) if chosen and is_timed else None,
         names=3 + (len(sources) > 1) + is_whole,
-        footnotes=(f"{footnotes[0]}; why: `--explain`",) if chosen else footnotes,
+        footnotes=(f"{footnotes[0]}{why}",) if chosen else footnotes,
     )
 
 
@@ -134,7 +137,7 @@ def rung_list(found: Recommendation, *, is_explained: bool = False) -> TextTable
         _reach(found),
         ("a step", lambda each: _step(each)[0]),
         ("tokens/s", lambda each: _step(each)[1]),
-        footnotes=_footnotes(found, is_explained),
+        footnotes=_footnotes(found, found.candidates, is_explained=is_explained),
         names=4,
     )
 
@@ -253,9 +256,11 @@ def _headroom(chosen: Candidate) -> str:
     return f"{format_bytes(chosen.headroom_bytes)} of each GPU{sure}{measured}"
 
 
-def _footnotes(found: Recommendation, is_explained: bool) -> tuple[str, ...]:
+def _footnotes(
+    found: Recommendation, rows: Sequence[Candidate], *, is_explained: bool
+) -> tuple[str, ...]:
     candidates, chosen = found.candidates, found.chosen
-    longest = max((each.capacity_tokens for each in candidates), default=0)
+    longest = max((each.capacity_tokens for each in rows), default=0)
     star = star_of_yarn(longest, found.native_length_tokens)
     if not is_explained:
         is_predicted = chosen is not None and chosen.source == "predicted"

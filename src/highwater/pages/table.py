@@ -1,16 +1,14 @@
 """A table as a value, and how it is drawn: plain, as Markdown, or within the width of a terminal,
 where no figure is cut and no column is lost. HTML pages draw the same value by templates.
 
-If a table is too wide for a terminal, values that all rows share are moved to a line above it. Then
-the form with the fewest lines is chosen: *wrapped*, all columns side by side, with names and
-sentences broken at blanks; *blocks*, the columns that have room side by side and the others below
-each row as ``name: value``, aligned over all rows; or *groups*, if one name stands for several
-rows: that name on a line of its own, and its rows below. Tables in Markdown fold alike, and fenced
-text stays as it is.
+If a table is too wide for a terminal, values that all rows share are moved to a line above it. If
+one name stands for several rows, it gets a line of its own, above its rows. Else the widest column
+is folded, if that is enough; else the columns that have no room stand below each row as
+``name: value``, aligned over all rows. Tables in Markdown fold alike, and fenced text stays as it
+is.
 """
 
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -128,9 +126,6 @@ LEAST_WIDTH = 20
 _LINES_OF_A_CELL = 4
 """Most lines of a cell; a column that needs more goes below its row."""
 _LINES_OF_A_NAME = 2
-_PRICE_OF_BROKEN_NAMES = 1.2
-"""Weight of a line if names are broken: ``Env + Offload`` and ``Env + Offload + chunked`` then
-begin alike, so that the table has to be much shorter."""
 _LINES_OF_A_HEADING = 2
 _WHOLE = 24
 """Width beside a name that is enough for a longer value."""
@@ -178,10 +173,6 @@ class _Drawn:
     headings: list[str]
     rows: list[list[str]]
 
-    @property
-    def lines(self) -> int:
-        return len(self.headings) + sum(map(len, self.rows))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DrawnColumn:
@@ -220,24 +211,28 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 def _drawn(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
-    """Draw in the form with the fewest lines; folded names count as extra lines."""
+    """Draw all columns side by side if they fit, with headings of two lines if need be; else with
+    names that stand for several rows above them, or with the widest column folded, or with the
+    columns that have no room below each row.
+    """
     whole = [_whole_width(column) for column in columns]
     for gap in _GAPS:
         if sum(whole) + len(gap) * (len(whole) - 1) <= width:
             return _side_by_side(columns, whole, gap)
-    names, *others = [_narrowest_by_height(column) for column in columns]
-    forms: list[tuple[float, _Drawn]] = []
-    for name_width in names:
-        price = 1 if name_width == names[0] else _PRICE_OF_BROKEN_NAMES
-        wrapped = _wrapped_widths(columns, [[name_width], *others], width)
-        needed = [name_width, *(each[0] for each in others)]
-        drawn = [_side_by_side(columns, wrapped)] if wrapped else []
-        drawn.append(_blocks(columns, needed, width))
-        forms += [(price * each.lines, each) for each in drawn]
+    needed = [_least_width(column) for column in columns]
+    if _taken(needed) <= width:
+        return _side_by_side(columns, needed)
     if len(columns) > 1 and "" in columns[0].cells and width > LEAST_WIDTH:
-        groups = _groups(columns, width)
-        forms.append((groups.lines, groups))
-    return min(forms, key=lambda form: form[0])[1]
+        return _groups(columns, width)
+    widest, widths = needed.index(max(needed)), [*needed]
+    widths[widest] -= _taken(needed) - width
+    if _is_readable(columns[widest], widths[widest]):
+        return _side_by_side(columns, widths)
+    name, half = columns[0], width // 2
+    if needed[0] > half and _is_readable(name, half):  # more columns have room beside it
+        texts = (name.heading, *name.cells)
+        needed[0] = max(cell_len(line) for text in texts for line in name.lines(text, half))
+    return _blocks(columns, needed, width)
 
 
 def _taken(widths: Iterable[int]) -> int:
@@ -250,22 +245,22 @@ def _whole_width(column: _DrawnColumn) -> int:
     return max(map(cell_len, (column.heading, *column.cells)))
 
 
-def _narrowest_by_height(column: _DrawnColumn) -> list[int]:
-    """Narrowest widths for cells of at most one line, two lines, and so on."""
+def _least_width(column: _DrawnColumn) -> int:
+    """Width that keeps every cell on one line, and the heading on two."""
+    width = max(map(cell_len, ("", *column.cells, *pieces(column.heading))))
+    while len(folded(column.heading, width)) > _LINES_OF_A_HEADING:
+        width += 1
+    return width
+
+
+def _is_readable(column: _DrawnColumn, width: int) -> bool:
+    """True if so narrow a column breaks no word, and has few lines in each cell and heading."""
     texts = (column.heading, *column.cells)
-    least = max((cell_len(piece) for text in texts for piece in pieces(text)), default=0)
-    whole = _whole_width(column)
-    widths: list[int] = []
-    for height in range(1, (_LINES_OF_A_NAME if column.is_name else _LINES_OF_A_CELL) + 1):
-
-        def is_enough(width: int, height: int = height) -> bool:
-            cells = [column.lines(cell, width) for cell in column.cells]
-            return len(folded(column.heading, width)) <= _LINES_OF_A_HEADING and all(
-                len(lines) <= height and max(map(cell_len, lines)) <= width for lines in cells
-            )
-
-        widths.append(least + bisect_left(range(least, whole), True, key=is_enough))
-    return widths
+    longest = max((cell_len(piece) for text in texts for piece in pieces(text)), default=0)
+    most = _LINES_OF_A_NAME if column.is_name else _LINES_OF_A_CELL
+    return width >= longest + len(INDENT) and all(
+        len(column.lines(text, width)) <= most for text in texts
+    )
 
 
 def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
@@ -288,49 +283,6 @@ def _only(table: TextTable, kept: Sequence[int]) -> TextTable:
         rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
         left_columns=sum(index < table.left_columns for index in kept),
     )
-
-
-def _wrapped_widths(
-    columns: Sequence[_DrawnColumn], options: Sequence[Sequence[int]], width: int
-) -> list[int] | None:
-    """Column widths at which all columns fit side by side; None if there are none. Starting with
-    unfolded cells, the column that adds the fewest lines for the width it saves is narrowed.
-    """
-    widths = [each[0] for each in options]
-    while (excess := _taken(widths) - width) > 0:
-        lines = _lines_in_all(columns, widths)
-        costs: list[tuple[float, int, int]] = []
-        for index, each in enumerate(options):
-            narrower = max((option for option in each if option < widths[index]), default=None)
-            if narrower is not None:
-                tried = [*widths[:index], narrower, *widths[index + 1 :]]
-                saved = widths[index] - narrower
-                added = _lines_in_all(columns, tried) - lines
-                costs.append((added / min(saved, excess), -index, narrower))
-        if not costs:
-            return None
-        _, index, narrower = min(costs)
-        widths[-index] = narrower
-    return _widened(columns, widths, width)
-
-
-def _widened(columns: Sequence[_DrawnColumn], widths: list[int], width: int) -> list[int]:
-    """Give the remaining width to columns that need fewer lines with it."""
-    for index, column in enumerate(columns):
-        room = width - _taken(widths)
-        wider = [*widths]
-        wider[index] = min(widths[index] + room, _whole_width(column))
-        if _lines_in_all(columns, wider) < _lines_in_all(columns, widths):
-            widths = wider
-    return widths
-
-
-def _lines_in_all(columns: Sequence[_DrawnColumn], widths: Sequence[int]) -> int:
-    heights = (
-        [len(column.lines(cell, width)) for cell in column.cells]
-        for column, width in zip(columns, widths, strict=True)
-    )
-    return sum(map(max, zip(*heights, strict=True)))
 
 
 def _side_by_side(
@@ -400,7 +352,7 @@ def _groups(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
         [*(hanging(name, width) if name else ()), *(INDENT + line for line in row)]
         for name, row in zip(first.cells, rest.rows, strict=True)
     ]
-    headings = [INDENT + line for line in rest.headings]
+    headings = [(INDENT + line).rstrip() for line in rest.headings]
     return _Drawn(headings=[*folded(first.heading, width), *headings], rows=rows)
 
 

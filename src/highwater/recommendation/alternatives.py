@@ -176,7 +176,8 @@ def _rearranged(goal: Goal) -> Iterator[_Change]:
         fewer = replace(goal, settings={**settings, "sequences_per_micro_batch": rows})
         flags = ("--sequences-per-micro-batch", str(rows))
         yield f"{counted(rows, 'sequence')} a micro-batch", flags, (), fewer
-    if settings.get("copies", [1]) != [1]:
+    is_sharded = settings.get("lora_base") != "nf4" or TRAINERS[goal.trainer].shards_packed
+    if settings.get("copies", [1] if is_sharded or goal.where.gpus == 1 else None) != [1]:
         one = replace(goal, settings={**settings, "copies": [1]})
         yield "one copy of the states, in shards (FSDP, as ZeRO-3)", ("--copies", "1"), (), one
     if settings.get("deepspeed") == "zero2":
@@ -236,7 +237,8 @@ def _other_trainings(goal: Goal) -> Iterator[_Change]:
         others.append(("AdamW in float32, its states in host memory", {"optimizer": "adamw"}))
         what = f"LoRA, another training: adapters of rank {_LORA_RANK} beside a frozen model"
         others.append((what, {"lora": _LORA_RANK}))
-    if "lora_base" not in goal.settings and goal.where.gpus == 1:
+    is_known = goal.where.gpus == 1 or TRAINERS[goal.trainer].shards_packed
+    if "lora_base" not in goal.settings and is_known:
         rank = goal.settings.get("lora", _LORA_RANK)
         what = f"QLoRA, which is lossy: adapters of rank {rank} beside a frozen model in 4 bits"
         others.append((what, {"lora": rank, "lora_base": "nf4"}))

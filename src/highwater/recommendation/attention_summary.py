@@ -3,8 +3,10 @@ of sharing sequences, advice. Pure functions; ``pages/attention`` shows the resu
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from statistics import fmean, linear_regression
 from typing import Literal
+
+from msgspec.structs import astuple
 
 from highwater.memory.formula.constants import CONTEXT_BYTES
 from highwater.memory.predictor import edge
@@ -12,15 +14,15 @@ from highwater.nouns.attention_bench import (
     IMPLEMENTATIONS,
     PARTS_OF_A_DOUBLING,
     AttentionBench,
+    BenchResult,
     BenchRow,
     Direction,
     Entry,
-    OfEntry,
 )
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import gpu_catalog, lacking, runs_trials
 
-Why = Literal["ran out of memory", "took too long", "crashed", "longest tried", "red"]
+Why = BenchResult | Literal["longest tried"]
 _USE_CASES = ((16_384, 32_768), (32_768, 65_536), (65_536, 131_072), (131_072, None))
 FAR = 64
 """Multiple of the longest measured length up to which lengths are predicted."""
@@ -31,8 +33,6 @@ _LATE_PART = 4
 _LONGEST_TOKENS = (1 << 34) - 1
 LEAST_LENGTHS = 3
 """Fewest lengths that a formula is fitted to: through two of them one always goes."""
-LengthPeak = tuple[int, int]
-"""A length, and the bytes of its peak."""
 
 
 class MemoryFit(Record, frozen=True, kw_only=True):
@@ -61,10 +61,9 @@ class MemoryFit(Record, frozen=True, kw_only=True):
         return longest // step * step
 
 
-class LongestLength(OfEntry, frozen=True, kw_only=True):
+class LongestLength(Entry, frozen=True, kw_only=True):
     """Longest length that one implementation, mode and direction ran to its end."""
 
-    gpus: int
     fits_tokens: int | None
     """None: no length did."""
     fails_tokens: int | None
@@ -80,7 +79,7 @@ class LongestLength(OfEntry, frozen=True, kw_only=True):
         return (self.row and self.row.time_s) or 0.0
 
 
-class MemoryEstimate(OfEntry, frozen=True, kw_only=True):
+class MemoryEstimate(Entry, frozen=True, kw_only=True):
     """The polynomial that was fitted to one entry's peaks."""
 
     fit: MemoryFit
@@ -88,12 +87,11 @@ class MemoryEstimate(OfEntry, frozen=True, kw_only=True):
     """Bytes reserved over bytes allocated, at the longest length; 1 on the CPU."""
 
 
-class PredictedLongest(OfEntry, frozen=True, kw_only=True):
+class PredictedLongest(Entry, frozen=True, kw_only=True):
     """Longest length of one entry on another kind of GPU, predicted by memory alone."""
 
     gpu: str
     memory_bytes: int
-    gpus: int
     tokens: int
     is_least: bool
     """True if more is predicted, but too far past what was measured."""
@@ -101,7 +99,7 @@ class PredictedLongest(OfEntry, frozen=True, kw_only=True):
     """Abilities that this kind lacks, and what was measured may need."""
 
 
-class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
+class ScalingEfficiency(Entry, frozen=True, kw_only=True):
     """Speed and longest length of one entry on several GPUs, compared with one GPU."""
 
     gpus: int
@@ -123,7 +121,6 @@ class UseCase(Record, frozen=True, kw_only=True):
     from_tokens: int
     to_tokens: int | None
     """None: the range has no end."""
-    direction: Direction
     exact: str | None
     """The fastest that computes the same as dense attention; None: none held the range."""
     sparse: str | None
@@ -170,7 +167,7 @@ def entries(bench: AttentionBench) -> list[Entry]:
 
 
 def rows_of(bench: AttentionBench, entry: Entry, *, batches: bool = False) -> list[BenchRow]:
-    """Measured rows of one entry by length; ``batches``: also of several sequences a GPU."""
+    """Measured rows of one entry by length; ``batches``: also earlier files' of several a GPU."""
     rows = [
         row
         for row in bench.rows
@@ -191,18 +188,14 @@ def _length(row: BenchRow) -> int:
 def _longest(bench: AttentionBench, entry: Entry) -> LongestLength:
     rows = rows_of(bench, entry)
     best = max((row for row in rows if row.fits), key=_length, default=None)
-    fits = None if best is None else _length(best)
-    above = [row for row in rows if not row.fits and _length(row) > (fits or 0)]
-    first = min(above, key=_length, default=None)
-    why: Why = "red" if any(row.result == "red" for row in rows) else "longest tried"
-    if first is not None and first.result not in ("fits", "red"):
-        why = first.result
+    fits = None if best is None else best.length_tokens
+    first = next((row for row in rows if not row.fits and _length(row) > (fits or 0)), None)
+    why: Why = "red" if rows[0].result == "red" else "longest tried"
     return LongestLength(
-        **entry._asdict(),
-        gpus=rows[0].gpus,
+        *astuple(entry),
         fits_tokens=fits,
-        fails_tokens=None if first is None else _length(first),
-        why=why,
+        fails_tokens=None if first is None else first.length_tokens,
+        why=why if first is None else first.result,
         row=best,
     )
 
@@ -212,13 +205,12 @@ def _estimates(bench: AttentionBench) -> Iterator[MemoryEstimate]:
         if entry.mode == "data parallel":  # each GPU has what one has alone
             continue
         rows = [row for row in rows_of(bench, entry) if row.fits]
-        peaks = [max(1, *row.peak_allocated_bytes) for row in rows]
-        fit = memory_fit([(_length(row), peak) for row, peak in zip(rows, peaks, strict=True)])
-        if fit is None:
+        peaks = [(_length(row), max(1, *row.peak_allocated_bytes)) for row in rows]
+        if (fit := memory_fit(peaks)) is None:
             continue
-        reserved = max(rows[-1].peak_reserved_bytes) / peaks[-1]
+        reserved = max(rows[-1].peak_reserved_bytes) / peaks[-1][1]
         yield MemoryEstimate(
-            **entry._asdict(),
+            *astuple(entry),
             fit=fit,
             reserved_ratio=max(1.0, reserved) if bench.order.device == "cuda" else 1.0,
         )
@@ -238,10 +230,9 @@ def _predicted(
             tokens = each.fit.longest_within(free)
             farthest = FAR * each.fit.longest_tokens
             yield PredictedLongest(
-                **each.entry._asdict(),
+                *astuple(each.entry),
                 gpu=kind.name,
                 memory_bytes=kind.usable_bytes,
-                gpus=1 if each.mode == "single" else bench.order.gpus,
                 tokens=min(tokens, farthest),
                 is_least=tokens > farthest,
                 lacking=lacking(kind),
@@ -262,7 +253,7 @@ def _efficiencies(
         row, its = both[-1], longest[one]
         is_found = own.fits_tokens and not own.why == its.why == "longest tried"
         yield ScalingEfficiency(
-            **entry._asdict(),
+            *astuple(entry),
             gpus=row.gpus,
             length_tokens=_length(row),
             speedup=row.batch * alone_s[_length(row)] / (row.time_s or 1.0),
@@ -282,7 +273,6 @@ def _use_cases(bench: AttentionBench, longest: Sequence[LongestLength]) -> Itera
         yield UseCase(
             from_tokens=start,
             to_tokens=end,
-            direction=direction,
             exact=_fastest(bench, exact),
             sparse=_fastest(bench, [each for each in held if each not in exact]),
         )
@@ -293,64 +283,47 @@ def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | Non
     alone = [each for each in found if each.mode == "single"] or found
     if not alone:
         return None
-    times = [times_s(bench, each.entry) for each in alone]
-    common = max(set(times[0]).intersection(*times), default=None)
+    times = {each.implementation: times_s(bench, each.entry) for each in alone}
+    common = max(set.intersection(*map(set, times.values())), default=None)
     if common is None:
         return max(alone, key=lambda each: each.fits_tokens or 0).implementation
-    return min(zip(alone, times, strict=True), key=lambda each: each[1][common])[0].implementation
+    return min(times, key=lambda name: times[name][common])
 
 
-def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
-    """Polynomial through peaks, without a negative term; None of fewer than three lengths."""
-    if len({length for length, _ in peaks}) < LEAST_LENGTHS:
+def memory_fit(peaks: Sequence[tuple[int, int]]) -> MemoryFit | None:
+    """Polynomial without a negative term through lengths and their peaks in bytes; None of fewer
+    than three lengths.
+    """
+    longest = max((length for length, _ in peaks), default=0)
+    late = [peak for peak in peaks if peak[0] * _LATE_PART >= longest]
+    enough = [of for of in (peaks, late) if len({length for length, _ in of}) >= LEAST_LENGTHS]
+    if not enough:
         return None
-    longest = max(length for length, _ in peaks)
-    for of in (peaks, [peak for peak in peaks if peak[0] * _LATE_PART >= longest]):
-        if len({length for length, _ in of}) >= LEAST_LENGTHS:
-            line = _best([(0, 1), (1,)], of)
-            if line is not None and line.largest_error <= _WELL_DESCRIBED:
-                return line
-    every = [powers for count in (1, 2, 3) for powers in combinations((0, 1, 2), count)]
-    return _best([powers for powers in every if len(powers) < len(peaks) or 2 not in powers], peaks)
+    lines = [_regression(of, -1) for of in enough]
+    described = [line for line in lines if line.largest_error <= _WELL_DESCRIBED]
+    others = [lines[0], *(_regression(of, 1) for of in enough)]
+    return described[0] if described else min(others, key=lambda fit: fit.largest_error)
 
 
-def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[LengthPeak]) -> MemoryFit | None:
-    """The polynomial of these powers with the least error and no negative coefficient, or None."""
-    fits: dict[float, MemoryFit] = {}
-    for powers in candidates:
-        factors = _factors(powers, peaks)
-        if factors is None or min(factors) < 0:
-            continue
-        predicted = [sum(factors[i] * length**i for i in range(3)) for length, _ in peaks]
-        errors = [each / size - 1 for each, (_, size) in zip(predicted, peaks, strict=True)]
-        fits[sum(error**2 for error in errors)] = MemoryFit(
-            overhead_bytes=factors[0],
-            bytes_per_token=factors[1],
-            bytes_per_pair=factors[2],
-            points=len(peaks),
-            longest_tokens=max(length for length, _ in peaks),
-            largest_error=max(map(abs, errors)),
-        )
-    return fits[min(fits)] if fits else None
-
-
-def _factors(powers: tuple[int, ...], peaks: Sequence[LengthPeak]) -> list[float] | None:
-    """Coefficients of powers 0 to 2, by least squares of relative errors; None: not unique."""
-    rows = [[length**power / size for power in powers] for length, size in peaks]
-    each = range(len(powers))
-    normal: list[list[float]] = [
-        [*(sum(row[i] * row[j] for row in rows) for j in each), sum(row[i] for row in rows)]
-        for i in each
-    ]
-    for at in each:
-        pivot = max(each[at:], key=lambda row: abs(normal[row][at]))
-        normal[at], normal[pivot] = normal[pivot], normal[at]
-        if not normal[at][at]:
-            return None
-        for other in each:
-            if other != at:
-                factor = normal[other][at] / normal[at][at]
-                pairs = zip(normal[other], normal[at], strict=True)
-                normal[other] = [one - factor * two for one, two in pairs]
-    factors = {power: normal[at][-1] / normal[at][at] for at, power in enumerate(powers)}
-    return [factors.get(power, 0.0) + 0.0 for power in range(3)]  # 0, where it is -0
+def _regression(peaks: Sequence[tuple[int, int]], power: Literal[-1, 1]) -> MemoryFit:
+    """Fit a peak's bytes per token, by which short lengths count as much as long ones, to
+    ``length**power``: the factor is the overhead where that is 1 / length, and the bytes per pair
+    where it is the length. A negative term is left out.
+    """
+    per_token = [size / length for length, size in peaks]
+    terms = [float(length) ** power for length, _ in peaks]
+    factor, constant = linear_regression(terms, per_token)
+    if factor < 0:
+        factor, constant = 0.0, fmean(per_token)
+    elif constant < 0:
+        factor, constant = linear_regression(terms, per_token, proportional=True)
+    fit = MemoryFit(
+        overhead_bytes=factor if power == -1 else 0.0,
+        bytes_per_token=constant,
+        bytes_per_pair=factor if power == 1 else 0.0,
+        points=len(peaks),
+        longest_tokens=max(length for length, _ in peaks),
+        largest_error=0.0,
+    )
+    errors = (abs(fit.peak_bytes(length) / size - 1) for length, size in peaks)
+    return fit.replace(largest_error=max(errors))

@@ -20,7 +20,7 @@ import msgspec
 from highwater.errors import ModelError, UsageError
 from highwater.model.model import ModelShape, load_model
 from highwater.model.rope import Yarn
-from highwater.nouns.codec import Record
+from highwater.nouns.codec import Record, packaged
 from highwater.nouns.declaration import words_of
 from highwater.nouns.environment import allocator_environment
 from highwater.nouns.hardware import kind_of
@@ -117,6 +117,7 @@ class Dialect(NamedTuple):
         ``start`` (empty: not), the command. ``text`` makes the file from the comment; None: YAML.
         """
         refuse_kept_attention(self.name, chosen.cell.settings)
+        refuse_packed_shards(self.name, chosen.cell)
         comments = comment(
             [
                 *self._heading(found, chosen, logits_bytes),
@@ -222,6 +223,13 @@ def refuse_kept_attention(name: str, settings: Settings) -> None:
     if settings.recompute == "all-but-attention":
         problem = f"{name} recomputes whole layers: it keeps no attention"
         raise UsageError(problem, hint="use `--recompute layer`")
+
+
+def refuse_packed_shards(name: str, cell: Cell) -> None:
+    """Raise UsageError for shards of a model in NF4, which accelerate's FSDP2 does not make."""
+    if cell.settings.lora_base == "nf4" and cell.layout.shard_degree > 1:
+        problem = f"{name} is started with a copy of a model in NF4 on each GPU, not with shards"
+        raise UsageError(problem, hint=f"use `--copies {cell.layout.gpus}`")
 
 
 def other_optimizer(settings: Settings) -> dict[str, Value]:
@@ -445,22 +453,10 @@ def _with_lists(tree: Any) -> Any:
     return list(held.values()) if held and all(name.isdecimal() for name in held) else held
 
 
-LIGER: frozenset[str] = frozenset(
-    (
-        *("exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "hunyuan_v1_dense"),
-        *("hunyuan_v1_moe", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3"),
-        *("qwen2", "qwen3", "qwen3_moe", "smollm3"),
-    )
-)
+_FUSED = packaged("trainers/fused_losses.json", dict[str, frozenset[str]])
+LIGER = _FUSED["liger"]
 """Families that train here and whose loss Liger fuses."""
-CUT_CROSS_ENTROPY: frozenset[str] = frozenset(
-    (
-        *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "exaone_moe", "glm"),
-        *("gemma4_text", "glm4_moe", "granite", "granitemoe", "granitemoehybrid"),
-        *("granitemoeshared", "minimax_m2", "ministral3", "olmo", "olmoe", "qwen2_moe"),
-        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss"),
-    )
-)
+CUT_CROSS_ENTROPY = _FUSED["cut_cross_entropy"]
 """Families that train here, whose loss Axolotl fuses by Cut Cross Entropy but not by Liger."""
 _ELEMENT_BYTES = 2 + 4 + 4
 """Bytes per logit: the head's in bfloat16, its copy in float32, and that one's gradient."""

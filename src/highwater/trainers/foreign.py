@@ -8,14 +8,15 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import yaml
 
 from highwater.errors import MachineError, UsageError
-from highwater.nouns.codec import packaged
+from highwater.nouns.codec import SETTINGS_BYTES, packaged
 from highwater.nouns.corpus import DocumentOrder
 from highwater.nouns.foreign_request import base_config, file_content, filled_command
 from highwater.nouns.trainer import (
@@ -33,6 +34,9 @@ OUTPUT = "output"
 """Folder within a trial's own, into which the trainer may write."""
 TRIAL_FIELDS: Mapping[str, Any] = packaged("trainers/trial_fields.json", dict[str, Any])
 """Fields of a trainer's file that a trial sets or leaves out, by trainer."""
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_MOST_CHARACTERS = 16 * SETTINGS_BYTES
+"""A file of ``SETTINGS_BYTES`` without aliases has fewer."""
 QUIET = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
 
@@ -126,12 +130,49 @@ def own_file(foreign: ForeignTrainer, hint: str) -> OwnFile:
     return OwnFile(yaml_fields(content, path, hint=hint), path.name)
 
 
+class _Loader(yaml.SafeLoader):
+    """A loader that leaves a date the text that was written."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in known if tag != _TIMESTAMP]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def yaml_value(content: bytes, path: Path, *, hint: str) -> Any:
+    """What YAML content says; None if nothing. Raises UsageError, with ``hint``, for content that
+    is no YAML, is nested too deep, or whose aliases say more than ``_MOST_CHARACTERS``.
+    """
+    try:
+        loader = _Loader(content)
+        whole = loader.get_single_node()
+        if whole is None:
+            return None
+        if _characters(whole, {}) > _MOST_CHARACTERS:
+            raise ValueError("its aliases repeat too much")
+        return loader.construct_document(whole)
+    # a tag on a text that is none of it raises anything of these: `!!int`, `!!timestamp x`
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        said = " ".join(str(error).split())
+        raise UsageError(f"{path} is no YAML: {said}", hint=hint) from error
+
+
+def _characters(node: yaml.Node, known: dict[int, int]) -> int:
+    """Characters below a node, those of an alias each time that it stands there."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1 + len(node.value)
+    if id(node) not in known:
+        known[id(node)] = _MOST_CHARACTERS  # if it is an alias of itself, it has no end
+        parts = (
+            chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        )
+        known[id(node)] = 1 + sum(_characters(part, known) for part in parts)
+    return known[id(node)]
+
+
 def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
     """The fields in YAML content. Raises UsageError, with ``hint``, for other content."""
-    try:
-        read: Any = yaml.safe_load(content)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is no YAML: {str(error).splitlines()[0]}", hint=hint) from error
+    read = yaml_value(content, path, hint=hint)
     if not isinstance(read, dict):
         raise UsageError(f"{path} has no named fields", hint=hint)
     return {str(name): value for name, value in cast(dict[Any, Any], read).items()}

@@ -9,6 +9,7 @@ PREDICTED = TrainerTraits(
     step="highwater's own engine, with its tiles, chunks and kernels",
     is_run=True,
     traces="made",
+    shards_packed=True,
     offloads_states=True,
 )
 MEMORY = TrainerMemory(

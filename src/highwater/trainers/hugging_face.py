@@ -48,6 +48,7 @@ from highwater.model.held_bytes import (
 )
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.nouns.codec import Record, from_json
+from highwater.nouns.objective import saved_in_layer
 from highwater.nouns.settings import Allocator, Settings
 from highwater.nouns.trainer import OF_OTHERS, TrainerTraits
 from highwater.nouns.trial import TrialSpec
@@ -248,10 +249,12 @@ def _by_fsdp(step: Step) -> _SharedStates:
         # transformers' Trainer keeps an embedding's moments in 32 bits
         wider = 6 * step.table_size if is_8_bits and not step.is_frozen else 0
         return _SharedStates(always, ((), (), ()), come, host=paged + wider)
-    (run,) = shape.runs
+    (run,), saved = shape.runs, 0
+    if settings.adapters is not None:
+        saved = saved_in_layer(run.kind, shape.model_type, settings.adapters, element=_NARROW)
     table = Term("embedding or head, gathered", _NARROW * step.table_size)
     layers = (
-        Term("layers, gathered", 2 * _NARROW * run.kind.parameters),
+        Term("layers, gathered", 2 * (_NARROW * run.kind.parameters - saved)),
         Term("gradient reduction", _WIDE * step.trained_of(run.kind)),
     )
     whole = 0 if step.is_frozen else step.table_size

@@ -29,10 +29,10 @@ import msgspec
 
 from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import MemoryLimit
+from highwater.memory.capacity_table import PUBLISHED_SETTINGS
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprint, Phase, Term
 from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import FormulaPredictor, ReplayPredictor, Replays
-from highwater.memory.table_accuracy import PUBLISHED_SETTINGS
 from highwater.memory.trace.replay import Replayed, ScaledTrace, alive_at, ran_out, replay_trace
 from highwater.memory.trainers import BundledReplay, TrainerMemory
 from highwater.model.families import family_row

@@ -189,6 +189,8 @@ def settings_of(
         if found.get("lora_base") == "nf4" and found.get("deepspeed") == "zero2":
             notes.append("ZeRO-2 beside a model in NF4 is taken as DDP, which shares nothing")
             found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
+        elif found.get("lora_base") == "nf4" and gpus > 1 and "copies" not in found:
+            found["copies"] = [1]
     elif words.words:
         found = _by_words(words, config, source, gpus, notes)
         if "token_budget" in found and not config.get(words.by_tokens):
@@ -207,8 +209,7 @@ def settings_of(
     # a field that belongs to a typed setting is not taken from the file
     given |= {own for name, own in (("loss", "liger"), ("optimizer", "paged")) if name in given}
     taken = {name: value for name, value in found.items() if name not in given}
-    is_fsdp2 = {"deepspeed"} if ZERO_NOTE in notes else set[str]()
-    refused = [name for name in TRAINERS[trainer].refused(taken) if name not in is_fsdp2]
+    refused = [n for n in TRAINERS[trainer].refused(taken) if taken[n] != "zero3"]  # is FSDP2
     for name in refused:
         if taken[name] != RUNG_ROWS[name].default:
             value = "false" if name == "recompute" else taken[name]

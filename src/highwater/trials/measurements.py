@@ -5,13 +5,13 @@ mode. A group runs case after case while all fit, so that an attention is compil
 that fails ends its group, and the next case starts new processes.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Self, get_args
 
 from highwater.errors import MachineError
 from highwater.nouns.attention_bench import (
@@ -21,9 +21,9 @@ from highwater.nouns.attention_bench import (
     BenchLine,
     BenchOrder,
     BenchPart,
+    BenchResult,
     BenchRow,
     BenchShare,
-    PartEnding,
 )
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.hardware import Constants
@@ -48,6 +48,8 @@ _SET_UP_S = {"cpu": 60.0, "cuda": 240.0}
 """Seconds that a process may take to start and compile, in addition to its passes."""
 _PASSES_WITHIN_LIMIT = 3
 """Passes that a case has time for: a warm-up, one for memory, and a timed one."""
+_WORST_FIRST: tuple[BenchResult, ...] = ("ran out of memory", "crashed", "took too long", "fits")
+"""Results of a case's processes: the worst of them decides for all."""
 _OTHERS_S = 2.0
 """Seconds that the other ranks have to report a case after one of them has failed."""
 _ASKED_S = 0.02
@@ -88,17 +90,11 @@ def bench_lines(order: BenchOrder, *, measures: str = _MEASURES) -> Generator[It
 
 def _lines(order: BenchOrder, folder: Path, measures: str) -> Generator[BenchLine]:
     begin = partial(_BenchRanks, folder=folder, measures=measures)
-    with begin(BenchShare(order=order)) as group:
+    with closing(begin(BenchShare(order=order))) as group:
         (told,) = group.parts(_SET_UP_S[order.device])
     if told.machine is None:
         raise MachineError(told.reason, hint=told.hint or _HINT)
-    asked, has = order.memory_bytes, told.machine.memory_total_bytes
-    takes = told.machine.outside_bytes
-    if asked is not None and order.device == "cuda" and asked > has:
-        raise MachineError(
-            f"{format_bytes(asked)} on a GPU of {format_bytes(has)}",
-            hint=f"use `--memory {has >> 20}MiB` or less",
-        )
+    asked, takes = order.memory_bytes, told.machine.outside_bytes
     least = takes + _ROOM_BYTES
     if asked is not None and asked < least:
         what = "PyTorch itself" if order.device == "cpu" else "the GPU's context"
@@ -129,7 +125,7 @@ def _share_lines(
     order = share.order
     set_up_s = _SET_UP_S[order.device]
     while not share.is_checked or share.next_case() is not None:
-        with begin(share) as group:
+        with closing(begin(share)) as group:
             if not share.is_checked:
                 check = _check(share, group.parts(2 * set_up_s))
                 yield BenchLine(check=check)
@@ -138,33 +134,32 @@ def _share_lines(
                         yield BenchLine(row=case.replace(result="red", reason=check.reason))
                     return
                 share = share.replace(is_checked=True)
-            is_going = True
-            while is_going and (case := share.next_case()) is not None:
+            while (case := share.next_case()) is not None:
                 parts = group.parts(set_up_s + _PASSES_WITHIN_LIMIT * order.timeout_s)
                 row = _measured(case, parts)
                 yield BenchLine(row=row)
                 share = share.replace(rows=(*share.rows, row))
-                is_going = row.fits
+                if not row.fits:
+                    break
 
 
 def _check(share: BenchShare, parts: Sequence[BenchPart]) -> BenchCheck:
     """Compare the differences that the ranks found with the tolerance of the dtype."""
     ended, tolerance = _worst(parts), OFF_AT_THE_MOST[share.order.dtype]
-    found: dict[str, float | None] = {}
-    reason = ""
-    if ended.ending == "done":
-        for what in ended.differences:
-            values = [part.differences[what] for part in parts]
-            numbers = [value for value in values if value is not None]
-            found[what] = max(numbers) if numbers == values else None
-        off = [
-            f"{what.replace('_', ' ')} {'is no number' if value is None else f'{value:.1e} off'}"
-            for what, value in found.items()
-            if value is None or value > tolerance
-        ]
-        if off:
-            reason = f"not equal to the reference, to {tolerance:.0e}: {', '.join(off)}"
-    else:
+    found = {
+        what: max(
+            (part.differences[what] for part in parts),
+            key=lambda value: math.inf if value is None else value,
+        )
+        for what in ended.differences
+    }
+    off = [
+        f"{what.replace('_', ' ')} {'is no number' if value is None else f'{value:.1e} off'}"
+        for what, value in found.items()
+        if value is None or value > tolerance
+    ]
+    reason = f"not equal to the reference, to {tolerance:.0e}: {', '.join(off)}" if off else ""
+    if ended.result != "fits":
         reason = f"its check did not end: {ended.reason}"
     return BenchCheck(
         implementation=share.implementation,
@@ -179,9 +174,8 @@ def _check(share: BenchShare, parts: Sequence[BenchPart]) -> BenchCheck:
 def _measured(case: BenchRow, parts: Sequence[BenchPart]) -> BenchRow:
     """Fill in the results of a case: the time of the slowest GPU, and the memory of each."""
     ended = _worst(parts)
-    if ended.ending != "done":
-        result = "crashed" if ended.ending == "refused" else ended.ending
-        return case.replace(result=result, reason=ended.reason)
+    if ended.result != "fits":
+        return case.replace(result=ended.result, reason=ended.reason)
     each = [part.row for part in parts if part.row is not None]
     names = [name for name in BenchRow.__struct_fields__ if name.endswith("_bytes")]
     sizes = {name: tuple(size for row in each for size in getattr(row, name)) for name in names}
@@ -189,13 +183,12 @@ def _measured(case: BenchRow, parts: Sequence[BenchPart]) -> BenchRow:
 
 
 def _worst(parts: Sequence[BenchPart]) -> BenchPart:
-    """The part that decides how a case ended: the worst, by the order of ``PartEnding``."""
-    order = get_args(PartEnding)
-    return min(parts, key=lambda part: order.index(part.ending))
+    """The part that decides how a case ended."""
+    return min(parts, key=lambda part: _WORST_FIRST.index(part.result))
 
 
 class _BenchRanks:
-    """The processes of one share of a benchmark, all ended after the ``with`` block."""
+    """The processes of one share of a benchmark, until they are closed."""
 
     def __init__(self, share: BenchShare, *, folder: Path, measures: str) -> None:
         self._device: Device = share.order.device
@@ -217,10 +210,8 @@ class _BenchRanks:
         with (self._folder / "log").open("wb") as log:
             self._process = start(command, environment, log)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End all processes."""
         end_reaper(self._process)
 
     def parts(self, limit_s: float) -> list[BenchPart]:
@@ -235,11 +226,11 @@ class _BenchRanks:
                 for exit_ in read_left(self._folder).exits:
                     parts.setdefault(exit_.rank, self._ending_of(exit_))
                 break
-            if any(part is not None and part.ending != "done" for part in new.values()):
+            if any(part is not None and part.result != "fits" for part in new.values()):
                 deadline_s = min(deadline_s, time.monotonic() + _OTHERS_S)
             time.sleep(_ASKED_S)
         self._told += 1
-        late = BenchPart(ending="took too long", reason=f"not done after {limit_s:.0f} s")
+        late = BenchPart(result="took too long", reason=f"not done after {limit_s:.0f} s")
         return [parts.get(rank, late) for rank in range(self._count)]
 
     def _part(self, rank: int) -> BenchPart | None:
@@ -252,12 +243,9 @@ class _BenchRanks:
 
     def _ending_of(self, ended: RankExit) -> BenchPart:
         """Classify the end of a process that left no report, by the end of its output."""
-        said = ended.output
-        with suppress(OSError):
-            said = (self._folder / f"stderr-{ended.rank}").read_text(errors="replace")
-        if memory_aborted(said, device=self._device) == "device_memory":
+        if memory_aborted(ended.output, device=self._device) == "device_memory":
             aborted = "the process aborted for want of memory"
-            return BenchPart(ending="ran out of memory", reason=aborted)
-        last = " / ".join(said.strip().splitlines()[-2:])
+            return BenchPart(result="ran out of memory", reason=aborted)
+        last = " / ".join(ended.output.strip().splitlines()[-2:])
         reason = kept(f"the process ended with {ended.status}: {last}")
-        return BenchPart(ending="crashed", reason=reason)
+        return BenchPart(result="crashed", reason=reason)

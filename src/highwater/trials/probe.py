@@ -114,7 +114,7 @@ def refuse_busy_gpus(machine: Machine, *, count: int) -> None:
     if not busy:
         return
     free = [gpu.index for gpu in machine.gpus if gpu not in busy_gpus(machine.gpus)]
-    all_the_same = "`highwater find --allow-busy` starts all the same"
+    all_the_same = "`--allow-busy` takes them all the same"
     if len(free) >= count:
         visible = ",".join(map(str, free[:count]))
         hint = f"`CUDA_VISIBLE_DEVICES={visible}` takes free ones; {all_the_same}"

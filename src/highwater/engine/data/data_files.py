@@ -8,6 +8,7 @@ into dates, gives a field one type in all records of a file, and names no line i
 
 import gzip
 import hashlib
+import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,22 +49,6 @@ _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 """First bytes of texts in UTF-16."""
 
-_TO_LINES = (
-    "python3 -c 'import json, sys; [print(json.dumps(record)) for record in json.load(sys.stdin)]'"
-)
-_PICKED = (
-    "import json, sys; [print(json.dumps({{name: value for name, value in record.items() "
-    "if name not in sys.argv}})) for record in {}]"
-)
-_EACH_LINE = "(json.loads(line) for line in sys.stdin if line.strip())"
-_SAVED_WITHOUT = '(sys.argv[1]).remove_columns(sys.argv[2:]).save_to_disk("without")'
-_COLUMNS_DROPPED: Mapping[DataKind, str] = {
-    "parquet": "from pyarrow import parquet; parquet.write_table(parquet.read_table(sys.argv[1])"
-    '.drop_columns(sys.argv[2:]), "without.parquet")',
-    "arrow": f"import datasets; datasets.Dataset.from_file{_SAVED_WITHOUT}",
-    "saved": f"import datasets; datasets.load_from_disk{_SAVED_WITHOUT}",
-}
-
 
 class DataFile(NamedTuple):
     """One file of records, or a folder that ``datasets`` saved."""
@@ -103,13 +88,12 @@ class DataFile(NamedTuple):
         return first.removeprefix(_BOM).lstrip().startswith(b"[")
 
     def command_without(self, names: Sequence[str]) -> str:
-        """Return a shell command that writes a copy of the file without these fields."""
-        fields = " ".join(map(quote, names))
-        if self.kind == "lines":
-            each = "json.load(sys.stdin)" if self.is_list else _EACH_LINE
-            return f"{self.printed} | python3 -c '{_PICKED.format(each)}' {fields} > without.jsonl"
-        how = _COLUMNS_DROPPED[self.kind]
-        return f"python3 -c 'import sys; {how}' {quote(str(self.path))} {fields}"
+        """Return a shell command that writes JSON without these fields; empty for a table."""
+        if self.kind != "lines":
+            return ""
+        fields = ", ".join(f".{json.dumps(name)}" for name in names)
+        each = ".[] | " if self.is_list else ""
+        return f"{self.printed} | jq -c {quote(f'{each}del({fields})')} > without.jsonl"
 
     def pieces(self, size: int | None = _CHUNK_BYTES) -> Iterator[bytes]:
         """Yield the file's unpacked bytes, ``size`` at a time; None: a line at a time.
@@ -292,7 +276,7 @@ def _listed(file: DataFile) -> Rows:
             raise UsageError(
                 f"{file.name} is one list of more than {_LIST_BYTES >> 20:,} MiB, which would be "
                 "in memory as a whole",
-                hint=f"write a record a line: `{file.printed} | {_TO_LINES} > lines.jsonl`",
+                hint=f"write a record a line: `{file.printed} | jq -c '.[]' > lines.jsonl`",
             )
     data = b"".join(pieces).removeprefix(_BOM)
     _text(data, file, file.name)

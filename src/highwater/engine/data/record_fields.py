@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from highwater.engine.data.batches import UNTRAINED, seen
 from highwater.errors import UsageError
+from highwater.nouns.codec import packaged
 
 
 class DataRecord(NamedTuple):
@@ -29,7 +30,8 @@ class DataRecord(NamedTuple):
     file: int
     """Index of its file in the corpus."""
     command_without: Callable[[Sequence[str]], str]
-    """Function of field names: a shell command that writes the file anew without these fields."""
+    """Function of field names: a shell command that writes the file anew without these fields;
+    empty for a table."""
     read: set[str]
     """Names of the fields that were read so far."""
 
@@ -170,11 +172,12 @@ class DataRecord(NamedTuple):
             and (_has_other_than_texts(value) or not read_texts.issuperset(_texts(value)))
         ]
         if unread:
+            command = self.command_without(unread)
             raise self.refusal(
                 f"{self.fields_read} would be trained without regard to "
                 + " and ".join(f"`{name}`" for name in unread),
-                hint="write it into a field that is read, or leave it out: "
-                f"`{self.command_without(unread)}`",
+                hint="write it into a field that is read, or leave it out"
+                + (f", with jq: `{command}`" if command else " of the table"),
             )
 
     @property
@@ -191,29 +194,10 @@ class DataRecord(NamedTuple):
         return UsageError(f"{self.name}: {problem}", hint=hint)
 
 
-_ABOUT = frozenset(
-    {
-        *("category", "chosen_model", "config", "created", "created_at", "data_source", "dataset"),
-        *("dataset_name", "date", "difficulty", "domain", "dump", "file", "file_path", "filename"),
-        *("generator", "hash", "id", "index", "lang", "language", "license", "md5", "meta"),
-        *("metadata", "model", "model_name", "origin", "path", "rejected_model", "repo", "score"),
-        *("sha256", "source", "split", "subset", "tags", "task_type", "timestamp", "topic"),
-        *("updated_at", "url", "uuid", "version"),
-    }
-)
+_METADATA = packaged("engine/data/metadata_fields.json", dict[str, frozenset[str]])
+_ABOUT = _METADATA["whatever_their_value"]
 """Fields that describe a record, message or call, whatever their values; ``..._id`` does too."""
-_NUMBERS = frozenset(
-    {
-        *("__index_level_0__", "char_count", "checked", "chosen_rating", "chosen_score", "correct"),
-        *("edu_score", "group", "idx", "int_score", "is_correct", "length", "likes", "line"),
-        *("margin", "n_tokens", "n_turns", "nsfw", "num_chars", "num_tokens", "num_turns"),
-        *("num_words", "ok", "page", "parallel_tool_calls", "perplexity", "quality", "rank"),
-        *("quality_score", "rating", "redacted", "rejected_rating", "rejected_score", "row"),
-        *("score_chosen", "score_rejected", "seed", "similarity", "size", "temperature", "time"),
-        *("token_count", "tokens", "top_p", "toxicity", "turn", "turns", "upvotes", "verified"),
-        *("votes", "word_count", "year"),
-    }
-)
+_NUMBERS = _METADATA["numbers"]
 """Fields that describe a record, message or call, if their value is a number or boolean."""
 _OR_PROMPTS = frozenset({"config", "file", "origin", "source", "topic"})
 """Fields of ``_ABOUT`` in which some data has prompts: they describe if all texts are labels."""

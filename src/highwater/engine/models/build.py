@@ -2,13 +2,14 @@
 
 import copy
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from highwater.engine.activations.host import HostActivations
@@ -35,7 +36,7 @@ from highwater.engine.models.rope import scale_rope
 from highwater.engine.models.weights import names_in_model
 from highwater.engine.parallel.fsdp1 import shard_flat
 from highwater.engine.parallel.fsdp2 import shard
-from highwater.errors import ModelError
+from highwater.errors import MachineError, ModelError
 from highwater.model.families import PLAIN, logit_transform_of
 from highwater.model.weight_files import unties
 from highwater.nouns.objective import Lora, expert_targets
@@ -122,19 +123,19 @@ def build(
         how: dict[str, Any] = {"mesh": mesh, "compute_dtype": compute_dtype, "offload": offload}
         if strategy == "fsdp":  # cut and filled one layer after the other
             model = cast(Decoder, shard_flat(model, layers, materialise=fill.one_unit, **how))
+        elif lora is not None and lora.base == "nf4":  # packed whole, then cut, unit by unit
+            if mesh.size(mesh.ndim - 1) > 1 and TorchVersion(torch.__version__) < (2, 12):
+                raise MachineError(
+                    f"FSDP2 of PyTorch {torch.__version__} shards no bytes, as a model in nf4 has",
+                    hint="`pip install 'torch>=2.12'`, or use `--copies` for each GPU's own",
+                )
+            packed = partial(pack, table=scale_table(device), fill=fill.one_unit)
+            shard(model, list(layers), prepare=packed, **how)
+            fill.one_unit(model)
         else:  # cut before there is storage, so that only shards get any
             shard(model, list(layers), **how)
-            if lora is not None and lora.base == "nf4":
-                # packed one layer after the other: the whole model is never in memory unpacked
-                cut = (isinstance(p, DTensor) and not p.requires_grad for p in model.parameters())
-                assert not any(cut), "each rank has all of a model that is packed"
-                table = scale_table(device)
-                for unit in (*model.layers, model):
-                    fill.one_unit(unit)
-                    pack(unit, table)
-            else:
-                model.to_empty(device="cpu" if offload else device)
-                fill.values(model)
+            model.to_empty(device="cpu" if offload else device)
+            fill.values(model)
     fill.finish()
     are_wide = (p.dtype == wide for p in model.parameters() if p.requires_grad)
     assert all(are_wide), "master parameters keep their dtype"

@@ -7,7 +7,7 @@ once: between two layers the GPU holds neither. ``offload.py`` adds up the gradi
 host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,18 +32,19 @@ def shard(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     offload: bool = False,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
 ) -> None:
-    """Shard every layer by itself and the rest as one group, in place.
+    """Shard every layer by itself and the rest as one group, in place, each after ``prepare``,
+    which may replace its parameters.
 
     Parameters may still be on meta. Gradients are summed over the ranks, not averaged: each rank's
     loss is already its share of the whole batch's. Frozen parameters may be narrower than trained
-    ones: they are gathered in their own dtype. If a rank has all of a frozen parameter on its
-    device, in the compute dtype, it gathers nothing.
+    ones, or bytes: they are gathered in their own dtype. If a rank has all of a frozen parameter on
+    its device, as bytes or in the compute dtype, it gathers nothing.
 
     Shards in bfloat16 have gradients in bfloat16: the ranks' gradients are summed in float32, and
     the sum is rounded to the nearest, once. A single rank has no sum.
     """
-    frozen = {p for p in model.parameters() if not p.requires_grad}
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     master = dtypes.pop() if dtypes else next(model.parameters()).dtype
     narrow = compute_dtype if compute_dtype != master else None
@@ -58,17 +59,13 @@ def shard(
         CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     )
     has_all = mesh.size(mesh.ndim - 1) == 1 and not offload
-    left = {p for p in frozen if has_all and p.dtype == compute_dtype}
-    how: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "offload_policy": placement,
-        "ignored_params": left,
-    }
+    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": placement}
     # Layers first: the root's group then holds the rest: embedding, head and last norm.
-    for layer in layers:
-        fully_shard(layer, **how)
-    fully_shard(model, **how)
+    for unit in (*layers, model):
+        prepare(unit)
+        frozen = (p for p in unit.parameters() if has_all and not p.requires_grad)
+        left = {p for p in frozen if p.dtype in (compute_dtype, torch.uint8)}
+        fully_shard(unit, ignored_params=left, **how)
     if offload:
         add_up_on_host(model, layers)
     # Gradients are summed; the average over one rank is its sum, without a pass to divide by 1.

@@ -50,6 +50,7 @@ from highwater.model.held_bytes import (
 from highwater.model.layer_kind import LayerKind, learned_positions
 from highwater.model.model import Model
 from highwater.nouns.layout import CHUNK_BYTES
+from highwater.nouns.objective import saved_outside
 
 FAMILIES = (
     *("granite", "granite_swa", "llama", "ministral", "ministral3", "mistral", "mixtral"),
@@ -156,10 +157,9 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
         Term(WORKSPACES, sum(CUBLAS_WORKSPACES_BYTES) if is_gpu else 0),
         Term("ids, cosines and sines", _batch_bytes(step)),
     )
-    root_parameters = _root_parameters(step)
-    root_bytes = step.element_bytes * root_parameters if step.gathers else 0
+    root_bytes = _root_bytes(step)
     # the root stays gathered until all layers have gone backward
-    always_and_root = (*always, Term("embedding and head, gathered", root_bytes))
+    always_and_root = (*always, Term("embedding and head, gathered", root_bytes * step.gathers))
     before_gradients = (*states.terms(), *always_and_root)
     with_all_gradients = (*states.terms(states.parameters), *always)
     layers = step.shape.layers
@@ -217,8 +217,8 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     if step.is_frozen and step.layout.shard_degree > 1:
         # Several GPUs hold embedding, head and the first layer twice, as gathered and as used: a
         # peak only if both have no gradients, which are larger.
-        first_layers = 2 * step.gathered(step.shape.runs[0].kind)
-        came = Term("gathered, as it came", step.element_bytes * (root_parameters + first_layers))
+        first_layers = 2 * step.gathered_bytes(step.shape.runs[0].kind)
+        came = Term("gathered, as it came", root_bytes + first_layers)
         phases.insert(0, phase("gathering of embedding and head", *before_gradients, came))
     shards = step.layout.shard_degree
     made = update_bytes(step.shape, step.settings, device=step.device, shards=shards)
@@ -309,6 +309,13 @@ def _of_fsdp1(step: Step) -> int:
     return lent + _GRADIENT * (root if step.settings.offloads_model else root + root // degree)
 
 
+def _root_bytes(step: Step) -> int:
+    """Bytes of FSDP's root unit, gathered."""
+    adapters, element = step.settings.adapters, step.element_bytes
+    saved = 0 if adapters is None else saved_outside(step.shape, adapters, element=element)
+    return element * _root_parameters(step) - saved
+
+
 def _root_parameters(step: Step) -> int:
     """Parameters of FSDP's root unit: its tables, and learned positions."""
     shape, has_head = step.shape, not step.settings.traits.gives_scalars
@@ -362,7 +369,7 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
     """
     hidden = step.element_bytes * step.shape.hidden_size
     is_ahead = step.layout.shard_degree > 1 or step.settings.strategy == "fsdp"
-    ahead = Term("layers, gathered", step.element_bytes * step.gathered(last) if is_ahead else 0)
+    ahead = Term("layers, gathered", step.gathered_bytes(last) if is_ahead else 0)
     kept = _NORM_BYTES.get(step.shape.model_type, 0)
     if kept and step.settings.recompute == "none":
         takes_less = step.shape.model_type in _LESS_BACKWARD
@@ -396,14 +403,13 @@ def _layer_terms(
 ) -> tuple[Term, ...]:
     """Terms of a layer's backward pass: its working set, its weights, the next's gathered ahead."""
     next_backward = backward.gathered_ahead if step.layout.shard_degree > 1 else None
-    ahead = 0 if next_backward is None else step.gathered(next_backward)
-    gathered = step.gathered(backward.kind) + ahead
+    ahead = 0 if next_backward is None else step.gathered_bytes(next_backward)
     # The head's gradient is also the embedding's if they are tied; the embedding's own part comes
     # after the layers.
     head = 0 if step.settings.traits.gives_scalars or step.is_frozen else step.table_size
     return (
         Term("one layer going backward", working[backward.kind]),
-        Term("layers, gathered", step.element_bytes * gathered),
+        Term("layers, gathered", step.gathered_bytes(backward.kind) + ahead),
         Term("gradient of the head", step.element_bytes * head),
     )
 

@@ -39,6 +39,7 @@ from highwater.nouns.objective import (
     adapter_parameters_of_layer,
     expert_adapter_matrices,
     outer_adapter_parameters,
+    saved_in_layer,
 )
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS, Device
@@ -109,14 +110,21 @@ class Step:
         """True if only adapters are trained, and the model's own parameters have no gradient."""
         return self.settings.lora is not None
 
-    def gathered(self, kind: LayerKind) -> int:
-        """Parameters that FSDP gathers for a layer, with the padding to equal shards."""
-        own = kind.parameters + self.uneven(kind) if self.gathers else 0
-        return own + self.adapter_parameters(kind)
+    def gathered_bytes(self, kind: LayerKind) -> int:
+        """Bytes that FSDP gathers for a layer, with the padding to equal shards."""
+        adapters, element = self.settings.adapters, self.element_bytes
+        gathered = element * self.adapter_parameters(kind)
+        if self.gathers:
+            gathered += element * (kind.parameters + self.uneven(kind))
+        if self.gathers and adapters is not None:
+            gathered -= saved_in_layer(kind, self.shape.model_type, adapters, element=element)
+        return gathered
 
     def uneven(self, kind: LayerKind) -> int:
-        """Elements of padding that FSDP2 gathers with a layer whose rows do not divide evenly."""
-        if self.settings.strategy != "fsdp2":
+        """Elements of padding that FSDP2 gathers with a layer whose rows do not divide evenly; the
+        bytes of NF4 have no rows.
+        """
+        if self.settings.strategy != "fsdp2" or self.settings.lora_base == "nf4":
             return 0
         return kind.beyond_even(self.layout.shard_degree)
 

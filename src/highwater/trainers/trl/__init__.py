@@ -107,10 +107,8 @@ def _generation(step: Step) -> Phase:
     rows = settings.sequences_per_micro_batch
     sequences = rows * generation_micro_batches(rows, layout.gpus)
     kinds = [run.kind for run in shape.runs]
-    own_head = 1 if shape.tied_embeddings else 2
-    gathered = (
-        own_head * step.table_size + 2 * max(map(step.gathered, kinds)) if step.gathers else 0
-    )
+    tables = (1 if shape.tied_embeddings else 2) * step.element_bytes * step.table_size
+    gathered = tables + 2 * max(map(step.gathered_bytes, kinds)) if step.gathers else 0
     kept = 0
     for run in shape.runs:
         attention = run.kind.attention  # which keeps no more than its window
@@ -123,7 +121,7 @@ def _generation(step: Step) -> Phase:
         GENERATION,
         Term("states without gradients", resting_state_bytes(shape, settings, layout)),
         Term(WORKSPACES, workspaces),
-        Term("embedding and head, gathered", step.element_bytes * gathered),
+        Term("embedding and head, gathered", gathered),
         Term("keys and values of completions", numbers * kept),
         Term("a layer reading the prompts", numbers * step.length_tokens * prompt),
     )

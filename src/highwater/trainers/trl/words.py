@@ -235,7 +235,8 @@ def _lora_values(settings: Settings) -> dict[str, Value]:
     values |= listed("lora_target_modules", lora.names or (lora.targets,))
     if lora.base == "nf4":
         values |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}
-        values["bnb_4bit_quant_storage"] = "bfloat16"  # FSDP shards it like the model's dtype
+        # accelerate leaves bytes out of FSDP2, which changes bfloat16 that reads as a NaN
+        values["bnb_4bit_quant_storage"] = "uint8"
     if settings.traits.gives_scalars:
         values |= {"lora_task_type": "SEQ_CLS", "lora_modules_to_save.0": "score"}
     return values | {"lora_dropout": 0.0}

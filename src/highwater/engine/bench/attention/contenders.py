@@ -6,7 +6,7 @@ A new contender is a line of ``CONTENDERS`` and one of ``nouns/catalog/attention
 Shapes:  B sequences  H query heads  K key/value heads  S tokens  D head size
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from highwater.engine.attention.block_flex import attend_table_of, takes
+from highwater.engine.attention.block_flex import attend_by_flex, takes
 from highwater.engine.attention.block_gather import attend_by_gather, block_sparse_attention
 from highwater.engine.attention.block_table import block_tables
-from highwater.engine.attention.branch_attention import Sharing
-from highwater.engine.attention.branch_kernel import attend_branches, branches_obstacle
+from highwater.engine.attention.branch_attention import Sharing, branch_attention
 from highwater.engine.attention.branches import dilated_branches
 from highwater.engine.attention.dense import attend
 from highwater.engine.attention.dilated import dilated_attention
@@ -29,31 +28,25 @@ from highwater.engine.attention.plain_block import reference_attention
 from highwater.engine.attention.ring import Ring, attend_in_ring
 from highwater.engine.parallel.collectives import attend_sharded
 from highwater.engine.parallel.sequence_layout import SequenceLayout
-from highwater.errors import MachineError
-from highwater.nouns.attention_bench import IMPLEMENTATIONS, SHARES, BenchOrder, FusedKernel, Mode
+from highwater.nouns.attention_bench import IMPLEMENTATIONS, SHARES, BenchShare, FusedKernel
 from highwater.nouns.hardware import Kernel, kernels
 from highwater.nouns.sparse_pattern import SparsePatternConfig, causal_pairs, dilated_pairs
 
-Compute = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, float]]
-"""From queries BHSD, keys and values BKSD: output BHSD, and share of the causal pairs computed."""
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From queries BHSD, keys and values BKSD: output BHSD."""
 _BACKENDS: dict[FusedKernel, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_CPU_WINDOW = 512
-"""Window of ``window`` on the CPU, in tokens, as sequences are short there."""
-_OTHERS = "name others by `--implementations`"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What an attention is measured with: order, mode, device, kernel and pattern."""
+    """What an attention is measured with: order and mode, device, kernel and pattern."""
 
-    order: BenchOrder
-    name: str
-    mode: Mode
+    share: BenchShare
     device: torch.device
     dtype: torch.dtype
     kernel: FusedKernel | None
@@ -63,33 +56,32 @@ class Conditions:
 
     @classmethod
     def of(
-        cls,
-        order: BenchOrder,
-        name: str,
-        mode: Mode,
-        device: torch.device,
-        kernel: FusedKernel | None,
+        cls, share: BenchShare, device: torch.device, kernel: FusedKernel | None
     ) -> "Conditions":
-        """Return the conditions of one implementation, by the order of the benchmark."""
-        pattern = order.patterns.get(name, IMPLEMENTATIONS[name].pattern)
+        """Return the conditions of the implementation and mode that ``share`` measures."""
+        name = share.implementation
+        pattern = share.order.patterns.get(name, IMPLEMENTATIONS[name].pattern)
         if name == "window" and device.type == "cpu" and pattern is not None:
-            pattern = pattern.replace(local_window_size=_CPU_WINDOW)
-        return cls(order, name, mode, device, DTYPES[order.dtype], kernel, pattern)
+            pattern = pattern.replace(local_window_size=512)  # sequences are short there
+        return cls(share, device, DTYPES[share.order.dtype], kernel, pattern)
 
     @property
-    def ranks(self) -> int:
-        """Number of GPUs, which share each sequence, or in data parallel mode the batch."""
-        return 1 if self.mode == "single" else self.order.gpus
+    def devices(self) -> list[torch.device]:
+        """Devices that this process uses: its own, or all GPUs under DataParallel's threads."""
+        if self.share.processes == self.share.gpus:
+            return [self.device]
+        return [torch.device("cuda", index) for index in range(self.share.gpus)]
 
     @property
     def heads_of_qkv(self) -> tuple[int, int, int]:
         """Heads of queries, keys and values."""
-        return self.order.heads, self.order.kv_heads, self.order.kv_heads
+        order = self.share.order
+        return order.heads, order.kv_heads, order.kv_heads
 
     @property
     def scaling(self) -> float:
         """Factor of the attention scores: 1 / sqrt(head size)."""
-        return self.order.head_dim**-0.5
+        return self.share.order.head_dim**-0.5
 
     @property
     def block_kernel(self) -> Kernel:
@@ -99,23 +91,21 @@ class Conditions:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """Ranks that share a sequence; None if each sequence is whole."""
-        if self.mode not in ("ring", "ulysses"):
-            return None
-        group = dist.group.WORLD
-        assert group is not None, "the ranks have joined"
-        return group
+        return dist.group.WORLD if self.share.mode in ("ring", "ulysses") else None
 
     def layout(self, length: int) -> SequenceLayout:
         """Return the layout of a sequence over the ranks."""
-        ranks = {"ring": (1, self.ranks), "ulysses": (self.ranks, 1)}.get(self.mode, (1, 1))
-        return SequenceLayout((length,), *ranks)
+        ranks = self.share.gpus
+        degrees = {"ring": (1, ranks), "ulysses": (ranks, 1)}.get(self.share.mode, (1, 1))
+        return SequenceLayout((length,), *degrees)
 
     def branches(self, length: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return segment lengths and dilation rates for sequences of this length."""
-        if not IMPLEMENTATIONS[self.name].takes_segments:
+        order = self.share.order
+        if not IMPLEMENTATIONS[self.share.implementation].takes_segments:
             return (length,), (1,)
         halves = (max(1, length // 2), length)
-        return self.order.segment_lengths or halves, self.order.dilation_rates
+        return order.segment_lengths or halves, order.dilation_rates
 
     def short(self) -> "Conditions":
         """Return conditions whose pattern keeps some blocks of a short sequence, but not all."""
@@ -124,14 +114,14 @@ class Conditions:
             return self
         sizes: dict[str, float] = {"local_window_size": 100}
         if not pattern.is_windowed:
-            ratio = 0.4 if IMPLEMENTATIONS[self.name].takes_segments else 0.6
+            ratio = 0.4 if IMPLEMENTATIONS[self.share.implementation].takes_segments else 0.6
             # on an H100 FlexAttention takes no smaller block for heads of 128
             sizes = {"sparsity_ratio": ratio, "block_size": min(128, pattern.block_size)}
         return replace(self, pattern=pattern.replace(**sizes))
 
-    def share(self, length: int) -> float:
-        """Share of the causal pairs that the branches compute."""
-        heads = self.order.heads
+    def kept_share(self, length: int) -> float:
+        """Share of the causal pairs that are computed, counted by element."""
+        heads = self.share.order.heads
         pairs = dilated_pairs(*self.branches(length), length, heads=heads, pattern=self.pattern)
         return pairs / (heads * causal_pairs(length))
 
@@ -145,12 +135,12 @@ def counts(conditions: Conditions, length: int) -> Tensor:
     attends over the tokens ``j mod rate :: rate`` of a segment, of which a pattern keeps some.
     """
     pattern = None if conditions.pattern is None else conditions.pattern.at(length)
-    counts_HSS = torch.zeros(conditions.order.heads, length, length)
+    heads = conditions.share.order.heads
+    counts_HSS = torch.zeros(heads, length, length)
     for segment, rate in zip(*conditions.branches(length), strict=True):
         for start in range(0, length, segment):
-            stop = min(start + segment, length)
-            for head in range(conditions.order.heads):
-                row = torch.arange(start, stop)[head % rate :: rate]
+            for head in range(heads):
+                row = torch.arange(length)[start : start + segment][head % rate :: rate]
                 counts_HSS[head, row[:, None], row] += _kept(pattern, len(row))
     return counts_HSS
 
@@ -181,7 +171,7 @@ def fused_kernel(conditions: Conditions) -> FusedKernel | None:
     names: tuple[FusedKernel, ...] = ("flash",)
     if device.type == "cuda":
         names = (*kernels(torch.cuda.get_device_capability(device)), "efficient")
-    size = conditions.order.head_dim
+    size = conditions.share.order.head_dim
     query, key, value = (
         torch.zeros((1, heads, 128, size), device=device, dtype=conditions.dtype)
         for heads in conditions.heads_of_qkv
@@ -189,7 +179,7 @@ def fused_kernel(conditions: Conditions) -> FusedKernel | None:
     for name in names:
         try:
             compute = _dense(replace(conditions, kernel=name), 128)
-            compute(query.requires_grad_(), key, value)[0].sum().backward()
+            compute(query.requires_grad_(), key, value).sum().backward()
         except RuntimeError:
             continue
         return name
@@ -197,29 +187,26 @@ def fused_kernel(conditions: Conditions) -> FusedKernel | None:
 
 
 def _reference(conditions: Conditions, length: int) -> Compute:
-    def compute(*qkv: Tensor) -> tuple[Tensor, float]:
+    def compute(*qkv: Tensor) -> Tensor:
         packed, batch = [t.transpose(1, 2).flatten(0, 1) for t in qkv], len(qkv[0])
         found = reference_attention(
             *packed, document_lengths=[length] * batch, scaling=conditions.scaling
         )
-        return found.unflatten(0, (batch, length)).transpose(1, 2).to(qkv[0].dtype), 1.0
+        return found.unflatten(0, (batch, length)).transpose(1, 2).to(qkv[0].dtype)
 
     return compute
 
 
 def _dense(conditions: Conditions, _: int) -> Compute:
     assert conditions.kernel is not None
-    backend, order = _BACKENDS[conditions.kernel], conditions.order
+    backend, (heads, kv_heads, _) = _BACKENDS[conditions.kernel], conditions.heads_of_qkv
 
-    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        is_grouped, scale = heads != kv_heads, conditions.scaling
         with sdpa_kernel([backend]):
-            output = F.scaled_dot_product_attention(
-                *(query_BHSD, key_BKSD, value_BKSD),
-                is_causal=True,
-                scale=conditions.scaling,
-                enable_gqa=order.heads != order.kv_heads,
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
             )
-        return output, 1.0
 
     return compute
 
@@ -246,7 +233,7 @@ def _without_flex(conditions: Conditions) -> str | None:
 
 
 def _in_replicas(conditions: Conditions) -> str | None:
-    if conditions.mode != "data parallel" or conditions.device.type == "cpu":
+    if conditions.share.mode != "data parallel" or conditions.device.type == "cpu":
         return None
     return (
         "DataParallel runs its replicas in threads, where PyTorch compiles no FlexAttention, and "
@@ -257,22 +244,14 @@ def _in_replicas(conditions: Conditions) -> str | None:
 def _block_sparse(conditions: Conditions, _: int) -> Compute:
     config = conditions.pattern
     assert config is not None, "it has a pattern"
-
-    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
-        attend = attend_table_of("auto", config, query_BHSD, key_BKSD.shape[1])
-        if attend is attend_by_gather and takes(query_BHSD.device, query_BHSD.dtype, config):
-            raise MachineError(
-                "FlexAttention, which computes block-sparse attention here, was not proven, and "
-                "gathered keys are no figure of it",
-                hint=_OTHERS,
-            )
-        qkv = (query_BHSD, key_BKSD, value_BKSD)
-        found = block_sparse_attention(
-            *qkv, pattern=config, scaling=conditions.scaling, attend_table=attend
-        )
-        return found.output_BHSD, found.kept_share
-
-    return compute
+    by_flex = takes(conditions.device, conditions.dtype, config)  # its check is the proof
+    attend_sparsely = partial(
+        block_sparse_attention,
+        pattern=config,
+        scaling=conditions.scaling,
+        attend_table=attend_by_flex if by_flex else attend_by_gather,
+    )
+    return lambda *qkv: attend_sparsely(*qkv).output_BHSD
 
 
 def _dense_flex(conditions: Conditions, length: int) -> Compute:
@@ -283,27 +262,25 @@ def _dense_flex(conditions: Conditions, length: int) -> Compute:
 
 def _dilated(conditions: Conditions, length: int) -> Compute:
     segments, rates = conditions.branches(length)
-    share = conditions.share(length)
-    run = partial(
-        dilated_attention,
+    return lambda *qkv: dilated_attention(
+        *qkv,
         segment_lengths=segments,
         dilation_rates=rates,
         scaling=conditions.scaling,
         kernel=conditions.block_kernel,
-    )
-    return lambda *qkv: (run(*qkv)[0], share)
+    )[0]
 
 
 def _ring(conditions: Conditions, length: int) -> Compute:
     layout, group = conditions.layout(length), conditions.group
     assert group is not None, "a ring shares it"
     ring = Ring(
-        held_lengths=tuple(each // conditions.ranks for each in layout.padded_lengths),
+        held_lengths=tuple(each // layout.degree for each in layout.padded_lengths),
         scaling=conditions.scaling,
         kernel=conditions.block_kernel,
         group=group,
     )
-    return lambda *qkv: (attend_in_ring(*qkv, ring=ring).transpose(1, 2), 1.0)
+    return lambda *qkv: attend_in_ring(*qkv, ring=ring).transpose(1, 2)
 
 
 def _branches(conditions: Conditions, length: int) -> Compute:
@@ -312,21 +289,13 @@ def _branches(conditions: Conditions, length: int) -> Compute:
     assert config is not None, "it has a pattern"
     sharing = Sharing(
         layout=conditions.layout(length),
-        branches=dilated_branches(*conditions.branches(length), conditions.order.heads),
+        branches=dilated_branches(*conditions.branches(length), conditions.share.order.heads),
         pattern=config,
         scaling=conditions.scaling,
         group=conditions.group,
+        by_flex=takes(conditions.device, conditions.dtype, config),
     )
-    share = conditions.share(length)
-
-    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
-        if takes(query_BHSD.device, query_BHSD.dtype, config):
-            reason = branches_obstacle(sharing, query_BHSD, key_BKSD.shape[1])
-            if reason is not None:
-                raise MachineError(f"{reason}, and gathered keys are no figure of it", hint=_OTHERS)
-        return attend_branches(query_BHSD, key_BKSD, value_BKSD, sharing=sharing)[0], share
-
-    return compute
+    return lambda *qkv: branch_attention(*qkv, sharing=sharing)[0]
 
 
 def _ulysses(conditions: Conditions, length: int) -> Compute:
@@ -338,11 +307,11 @@ def _ulysses(conditions: Conditions, length: int) -> Compute:
     )
     group = conditions.group
     assert group is not None, "ranks share it"
-    return lambda *qkv: (attend_sharded(*qkv, group=group, attend=inner).transpose(1, 2), 1.0)
+    return lambda *qkv: attend_sharded(*qkv, group=group, attend=inner).transpose(1, 2)
 
 
 def _heads_not_shared(conditions: Conditions) -> str | None:
-    ranks, (heads, kv_heads, _) = conditions.ranks, conditions.heads_of_qkv
+    ranks, (heads, kv_heads, _) = conditions.share.gpus, conditions.heads_of_qkv
     if heads % ranks:
         return f"{ranks} GPUs do not divide {heads} heads"
     if kv_heads % ranks and ranks % kv_heads:
@@ -358,7 +327,7 @@ class AttentionContender(NamedTuple):
     """Says why the attention does not run under these conditions; None if it does."""
 
 
-CONTENDERS: Mapping[str, AttentionContender] = {
+CONTENDERS: dict[str, AttentionContender] = {
     "reference": AttentionContender(_reference),
     "dense": AttentionContender(_dense, _without_fused_kernel),
     "dense_flex": AttentionContender(_dense_flex, _without_flex),

@@ -28,12 +28,7 @@ from highwater.nouns.attention_bench import CHECKED_TOKENS, COMPARED, BenchRow
 
 _MOST_PASSES, _ENOUGH_S = 5, 0.2
 """Timed passes: at most this many, and no further one after this many seconds in all."""
-_MEMORY_EVENT = "[memory]"
 T = TypeVar("T")
-
-
-class PassTooLong(Exception):  # noqa: N818 -- it is a result
-    """A pass took longer than its limit."""
 
 
 class _Pass(NamedTuple):
@@ -41,7 +36,7 @@ class _Pass(NamedTuple):
     inputs: Sequence[Tensor]
     """Queries BHsD, keys and values BKsD; with a gradient if the case has a backward pass."""
 
-    def forward(self) -> tuple[Tensor, float]:
+    def forward(self) -> Tensor:
         with torch.set_grad_enabled(self.inputs[0].requires_grad):
             return self.compute(*self.inputs)
 
@@ -51,72 +46,50 @@ class _Pass(NamedTuple):
             leaves = list({id(each): each for each in self.inputs}.values())
             torch.autograd.grad(output, leaves, torch.ones_like(output))
 
-    def both(self) -> float:
-        output, share = self.forward()
-        self.backward(output)
-        return share
-
-
-class _Peaks(NamedTuple):
-    """Memory on each GPU of this process in bytes, and the share of token pairs computed."""
-
-    after_qkv: Sequence[int]
-    allocated: Sequence[int]
-    reserved: Sequence[int]
-    share: float
+    def both(self) -> None:
+        self.backward(self.forward())
 
 
 def measure(case: BenchRow, build: Build, conditions: Conditions) -> BenchRow:
-    """Measure a case in this process. Raises PassTooLong, and PyTorch's errors."""
+    """Measure a case in this process. Raises PyTorch's errors."""
     assert case.length_tokens is not None, "it has one until it is red"
     compute = build(conditions, case.length_tokens)
-    devices = [conditions.device]
-    if case.mode == "data parallel" and conditions.device.type == "cuda":
-        devices = [torch.device("cuda", index) for index in range(conditions.ranks)]
-        compute = _in_data_parallel(compute, devices, conditions.share(case.length_tokens))
+    if len(conditions.devices) > 1:
+        compute = _in_data_parallel(compute, conditions.devices)
 
     def made() -> _Pass:
-        return _Pass(compute, _inputs(case, conditions, len(devices)))
+        return _Pass(compute, _inputs(case, conditions))
 
-    timeout_s = conditions.order.timeout_s
     times_s: list[float] = []
     if conditions.device.type == "cpu":
-        run, peaks = _peaks_on_cpu(made)
+        run, row = _peaks_on_cpu(case, made)
     else:
-        run, peaks, took_s = _peaks_on_gpus(made, conditions, devices)
-        if took_s > timeout_s:
-            raise PassTooLong
+        run, row, took_s = _peaks_on_gpus(case, made, conditions)
         times_s += [took_s] if took_s > _ENOUGH_S else []
     while not times_s or (len(times_s) < _MOST_PASSES and sum(times_s) < _ENOUGH_S):
-        times_s.append(_time_s(run.both, conditions, devices))
-    time_s = statistics.median(times_s)
+        times_s.append(_time_s(run.both, conditions))
+    time_s, timeout_s = statistics.median(times_s), conditions.share.order.timeout_s
     if time_s > timeout_s:
-        raise PassTooLong
-    return case.replace(
-        time_s=time_s,
-        passes=len(times_s),
-        kept_share=peaks.share,
-        after_qkv_bytes=tuple(peaks.after_qkv),
-        peak_allocated_bytes=tuple(peaks.allocated),
-        peak_reserved_bytes=tuple(peaks.reserved),
-    )
+        late = f"a pass took longer than {timeout_s:g} s"
+        return case.replace(result="took too long", reason=late)
+    kept_share = conditions.kept_share(case.length_tokens)
+    return row.replace(time_s=time_s, passes=len(times_s), kept_share=kept_share)
 
 
-def _inputs(case: BenchRow, conditions: Conditions, devices: int) -> Sequence[Tensor]:
+def _inputs(case: BenchRow, conditions: Conditions) -> Sequence[Tensor]:
+    order = conditions.share.order
     tokens = conditions.layout(case.length_tokens or 0).tokens_per_rank
-    is_split = case.mode == "data parallel" and devices == 1
-    batch = case.batch // conditions.ranks if is_split else case.batch
-    is_one = conditions.order.same_qkv
+    batch = max(1, case.batch // conditions.share.processes)  # ranks of a ring share one sequence
     made = [
         torch.randn(
-            (batch, heads, tokens, conditions.order.head_dim),
+            (batch, heads, tokens, order.head_dim),
             device=conditions.device,
             dtype=conditions.dtype,
             requires_grad=case.direction == "forward+backward",
         )
-        for heads in conditions.heads_of_qkv[: 1 if is_one else 3]
+        for heads in conditions.heads_of_qkv[: 1 if order.same_qkv else 3]
     ]
-    return made * 3 if is_one else made
+    return made * 3 if order.same_qkv else made
 
 
 @cache
@@ -125,19 +98,21 @@ def data_segment() -> DataSegment:
     return DataSegment()
 
 
-def _peaks_on_cpu(made: Callable[[], _Pass]) -> tuple[_Pass, _Peaks]:
+def _peaks_on_cpu(case: BenchRow, made: Callable[[], _Pass]) -> tuple[_Pass, BenchRow]:
     """Measure bytes of PyTorch's allocator, from every allocation, and the data segment's peak."""
     watch = data_segment()
     watch.peak_bytes = 0
     watch.read()
     before = watch.peak_bytes
     run, _, after_qkv = _recorded(made)
-    (output, share), forward_peak, left = _recorded(run.forward)
+    output, forward_peak, left = _recorded(run.forward)
     _, backward_peak, _ = _recorded(lambda: run.backward(output))
     peak = after_qkv + max(forward_peak, left + backward_peak)
     # the readings of the data segment may have missed a short pass
     segment = max(watch.peak_bytes, before + peak)
-    return run, _Peaks([after_qkv], [peak], [segment], share)
+    return run, case.replace(
+        after_qkv_bytes=(after_qkv,), peak_allocated_bytes=(peak,), peak_reserved_bytes=(segment,)
+    )
 
 
 def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
@@ -146,7 +121,7 @@ def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
     with recorder:
         result = step()
     found = recorder.kineto_results
-    events = [each for each in found.events() if each.name() == _MEMORY_EVENT]
+    events = [each for each in found.events() if each.name() == "[memory]"]
     peak = now = 0
     for each in sorted(events, key=lambda each: each.start_ns()):
         now += each.nbytes()
@@ -155,14 +130,15 @@ def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
 
 
 def _peaks_on_gpus(
-    made: Callable[[], _Pass], conditions: Conditions, devices: Sequence[torch.device]
-) -> tuple[_Pass, _Peaks, float]:
+    case: BenchRow, made: Callable[[], _Pass], conditions: Conditions
+) -> tuple[_Pass, BenchRow, float]:
     """Peaks of each GPU's allocator in the second pass, and its seconds: the first one compiles."""
+    devices = conditions.devices
     # a mask made earlier is left out of the inputs' bytes, but counts in the peak
     before = list(map(torch.cuda.memory_allocated, devices))
     run = made()
     after = list(map(torch.cuda.memory_allocated, devices))
-    share = run.both()
+    run.both()
     _synchronise(devices)
     # free cuBLAS's workspaces of the first pass's proofs; products allocate their own again
     bindings: Any = vars(torch)["_C"]
@@ -170,27 +146,24 @@ def _peaks_on_gpus(
     torch.cuda.empty_cache()
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)
-    took_s = _time_s(run.both, conditions, devices)
-    peaks = _Peaks(
-        [one - other for one, other in zip(after, before, strict=True)],
-        list(map(torch.cuda.max_memory_allocated, devices)),
-        list(map(torch.cuda.max_memory_reserved, devices)),
-        share,
+    took_s = _time_s(run.both, conditions)
+    row = case.replace(
+        after_qkv_bytes=tuple(one - other for one, other in zip(after, before, strict=True)),
+        peak_allocated_bytes=tuple(map(torch.cuda.max_memory_allocated, devices)),
+        peak_reserved_bytes=tuple(map(torch.cuda.max_memory_reserved, devices)),
     )
-    return run, peaks, took_s
+    return run, row, took_s
 
 
-def _time_s(
-    run_once: Callable[[], object], conditions: Conditions, devices: Sequence[torch.device]
-) -> float:
+def _time_s(run_once: Callable[[], object], conditions: Conditions) -> float:
     """Seconds of a pass, on the slowest rank; all ranks begin together."""
-    is_shared = conditions.ranks > 1 and dist.is_initialized()
+    is_shared = conditions.share.processes > 1
     if is_shared:
         dist.barrier()
-    _synchronise(devices)
+    _synchronise(conditions.devices)
     began = time.perf_counter()
     run_once()
-    _synchronise(devices)
+    _synchronise(conditions.devices)
     took = torch.tensor(time.perf_counter() - began, device=conditions.device)
     if is_shared:
         dist.all_reduce(took, dist.ReduceOp.MAX)
@@ -203,15 +176,14 @@ def _synchronise(devices: Sequence[torch.device]) -> None:
             torch.cuda.synchronize(device)
 
 
-def _in_data_parallel(compute: Compute, devices: Sequence[torch.device], share: float) -> Compute:
+def _in_data_parallel(compute: Compute, devices: Sequence[torch.device]) -> Compute:
     """Wrap an attention in PyTorch's DataParallel: batch cut over GPUs, output on the first."""
 
     class Module(nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return compute(query, key, value)[0]
+            return compute(query, key, value)
 
-    parallel = nn.DataParallel(Module(), device_ids=list(devices))
-    return lambda query, key, value: (parallel(query, key, value), share)
+    return nn.DataParallel(Module(), device_ids=list(devices))
 
 
 def differences(build: Build, conditions: Conditions, rank: int = 0) -> dict[str, float]:
@@ -236,13 +208,13 @@ def naive_attention(
 
 
 def _differences(build: Build, conditions: Conditions, rank: int) -> list[Tensor]:
-    random, size = torch.Generator().manual_seed(0), conditions.order.head_dim
+    random, order = torch.Generator().manual_seed(0), conditions.share.order
     # queries, keys, values and output gradient, XSD: the same on every rank
     whole = [
-        torch.randn(heads, CHECKED_TOKENS, size, generator=random).to(
+        torch.randn(heads, CHECKED_TOKENS, order.head_dim, generator=random).to(
             conditions.device, conditions.dtype
         )
-        for heads in (*conditions.heads_of_qkv, conditions.order.heads)
+        for heads in (*conditions.heads_of_qkv, order.heads)
     ]
     expected = _expected(conditions, whole)
     share = conditions.layout(CHECKED_TOKENS).cut(rank)
@@ -253,7 +225,7 @@ def _differences(build: Build, conditions: Conditions, rank: int) -> list[Tensor
         for each in whole
     ]
     inputs = [each.requires_grad_() for each in held[:3]]
-    output = build(conditions, CHECKED_TOKENS)(*inputs)[0]
+    output = build(conditions, CHECKED_TOKENS)(*inputs)
     gradients = torch.autograd.grad(output, inputs, held[3])
     found: list[Tensor] = []
     for mine, its in zip((output, *gradients), expected, strict=True):

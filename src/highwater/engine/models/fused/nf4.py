@@ -7,7 +7,9 @@ forward, in the recomputation and backward. The unpacked weight is not kept in b
 Shapes:  I inputs  O outputs
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,39 +19,51 @@ from torch import Tensor, nn
 from highwater.errors import MachineError
 from highwater.nouns.objective import NF4_BLOCK, NF4_SCALE_BLOCK
 
+_SHARED = NF4_BLOCK * NF4_SCALE_BLOCK
+"""Numbers whose blocks share a scale of their scales."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nf4Weight:
     """A weight of O x I elements in NF4, or some of its rows."""
 
-    codes: Tensor
-    """Packed numbers in row order, two in a byte."""
-    scales: Tensor
-    """A byte for each block: its scale minus the mean of all scales, as an index into the table."""
-    scale_scales: Tensor
-    """Largest scale of each group of blocks, by which the group's table entries are multiplied."""
-    mean: Tensor
-    """Mean of all scales."""
+    data: Tensor
+    """Bytes of the whole weight: two elements in each, in row order; a byte for each block, its
+    scale minus the mean of all, as an index into the table; at the end, in float32, the factors of
+    the groups of blocks that share one, and the mean. Bytes and no wider dtype: FSDP2 copies
+    bfloat16 through float32 on GPUs, and does not keep what would be a NaN."""
     table: Tensor
     """Value of each scale byte: 256 numbers, one table for all weights of a model."""
     shape: torch.Size
     dtype: torch.dtype
     """Dtype in which the weight is used in products."""
     rows: slice | None = None
-    """Rows that this stands for, None: all; ``codes`` has all rows, and all are unpacked."""
+    """Rows that this stands for, None: all."""
 
     def whole(self) -> Tensor:
-        """Return the unpacked elements, of shape O x I."""
-        operators = torch.ops.bitsandbytes
+        """Return the unpacked elements. Of some rows alone if these begin and end with groups of
+        blocks; else all are unpacked.
+        """
+        operators, (outputs, inputs) = torch.ops.bitsandbytes, self.shape
+        total, rows = self.shape.numel(), self.rows or slice(0, outputs)
+        start, stop = rows.start * inputs, rows.stop * inputs
+        if start % _SHARED or (stop % _SHARED and stop != total):
+            start, stop = 0, total
+        blocks = slice(start // NF4_BLOCK, -(-stop // NF4_BLOCK))
+        groups = slice(start // _SHARED, -(-stop // _SHARED))
+        scales_at, every = -(-total // 2), -(-total // _SHARED)
+        codes = self.data[start // 2 : -(-stop // 2)]
+        scale_bytes = self.data[scales_at:][blocks]
+        wide = self.data[-4 * (every + 1) :].view(torch.float32)
+        scales = operators.dequantize_blockwise(
+            scale_bytes, wide[groups], self.table, NF4_SCALE_BLOCK, torch.float32
+        ).add_(wide[-1])
         # bitsandbytes has no float64, which only tests use
         dtype = torch.float32 if self.dtype is torch.float64 else self.dtype
-        scales = operators.dequantize_blockwise(
-            self.scales, self.scale_scales, self.table, NF4_SCALE_BLOCK, torch.float32
-        ).add_(self.mean)
-        shape = list(self.shape)
-        whole = operators.dequantize_4bit(self.codes, scales, NF4_BLOCK, "nf4", shape, dtype)
+        shape = [(stop - start) // inputs, inputs]
+        whole = operators.dequantize_4bit(codes, scales, NF4_BLOCK, "nf4", shape, dtype)
         whole = whole.to(self.dtype)
-        return whole if self.rows is None else whole[self.rows]
+        return whole if len(whole) == rows.stop - rows.start else whole[rows]
 
 
 Weight = Tensor | Nf4Weight
@@ -71,22 +85,9 @@ def halves(weight: Weight) -> tuple[Weight, Weight]:
     if isinstance(weight, Tensor):
         first, second = weight.chunk(2)
         return first, second
-    middle = weight.shape[0] // 2
-    numbers, shared = middle * weight.shape[1], NF4_BLOCK * NF4_SCALE_BLOCK
-    if numbers % shared:
-        first, second = (slice(middle), slice(middle, None))
-        return replace(weight, rows=first), replace(weight, rows=second)
-    one, two = (
-        replace(
-            weight,
-            codes=weight.codes[start // 2 : (start + numbers) // 2],
-            scales=weight.scales[start // NF4_BLOCK : (start + numbers) // NF4_BLOCK],
-            scale_scales=weight.scale_scales[start // shared : (start + numbers) // shared],
-            shape=torch.Size((middle, weight.shape[1])),
-        )
-        for start in (0, numbers)
-    )
-    return one, two
+    outputs, _ = weight.shape
+    first, second = slice(0, outputs // 2), slice(outputs // 2, outputs)
+    return replace(weight, rows=first), replace(weight, rows=second)
 
 
 def packed(weight: Tensor, table: Tensor) -> Nf4Weight:
@@ -104,31 +105,32 @@ def packed(weight: Tensor, table: Tensor) -> Nf4Weight:
             f"{str(error).partition(chr(10))[0]}",
             hint="install a bitsandbytes for this GPU, or leave `--lora-base` out",
         ) from error
-    return Nf4Weight(
-        codes=codes,
-        scales=scales,
-        scale_scales=scale_scales,
-        mean=mean,
-        table=table,
-        shape=weight.shape,
-        dtype=weight.dtype,
-    )
+    narrow = torch.cat((codes.flatten(), scales))
+    wide = torch.cat((scale_scales, mean[None])).view(torch.uint8)
+    # float32 numbers begin at a multiple of four bytes
+    data = torch.cat((F.pad(narrow, (0, -len(narrow) % 4)), wide))
+    return Nf4Weight(data=data, table=table, shape=weight.shape, dtype=weight.dtype)
 
 
 class Nf4Linear(nn.Linear):
-    """A frozen linear layer, whose weight is in NF4 after ``pack``."""
+    """A frozen linear layer, whose weight is in NF4 after ``pack``: the parameter ``nf4``, which
+    FSDP2 shards and gathers like any other.
+    """
 
     def __init__(self, theirs: nn.Linear) -> None:
         """Use the parameters of a linear layer as those of this one."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = theirs.in_features, theirs.out_features
         self.weight, self.bias = theirs.weight, theirs.bias
-        self.nf4: Nf4Weight | None = None
+        self.of_bytes: Callable[..., Nf4Weight] | None = None
+        """Returns the weight whose ``data`` it is given; None until ``pack``."""
 
     def pack(self, table: Tensor) -> None:
         """Pack the weight into NF4, and free the unpacked weight."""
-        self.nf4 = packed(self.weight.detach(), table)
+        own = packed(self.weight.detach(), table)
         del self.weight
+        self.nf4 = nn.Parameter(own.data, requires_grad=False)
+        self.of_bytes = partial(Nf4Weight, table=table, shape=own.shape, dtype=own.dtype)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- as nn.Linear has it
         """Return the layer's output for ``input``, of shape (..., I)."""
@@ -140,8 +142,9 @@ class Nf4Linear(nn.Linear):
 
 def weight_of(linear: nn.Linear) -> Weight:
     """Return the weight of a linear layer as stored: plain or NF4."""
-    if isinstance(linear, Nf4Linear) and linear.nf4 is not None:
-        return linear.nf4
+    if isinstance(linear, Nf4Linear) and linear.of_bytes is not None:
+        # may be kept: FSDP2 frees a parameter's storage, and gathers it into the same one again
+        return linear.of_bytes(data=linear.nf4)
     return linear.weight
 
 
@@ -169,10 +172,13 @@ def prepare(causal_lm: nn.Module, head: nn.Module | None) -> None:
                 setattr(parent, name, Nf4Linear(linear))
 
 
-def pack(unit: nn.Module, table: Tensor) -> None:
-    """Pack every Nf4Linear of a unit that is not packed yet."""
+def pack(unit: nn.Module, table: Tensor, *, fill: Callable[[nn.Module], None]) -> None:
+    """Pack every Nf4Linear of a unit that is not packed yet, each as soon as ``fill`` has given it
+    values: no more than one weight is there unpacked.
+    """
     for module in unit.modules():
-        if isinstance(module, Nf4Linear) and module.nf4 is None:
+        if isinstance(module, Nf4Linear) and module.of_bytes is None:
+            fill(module)
             module.pack(table)
 
 
