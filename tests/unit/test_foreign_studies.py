@@ -289,7 +289,7 @@ def test_what_nobody_predicts_shares_sequences_or_was_not_read_teaches_nothing(t
         ("one-gpu-highwater", {"trainer": "trl"}, "of highwater: predictions are about TRL"),
         ("one-gpu-trl", OURS, "of TRL: predictions are about highwater"),
         ("../../find/qwen3-0.6b-79gib-full", {"trainer": "trinity"}, "trials of this engine"),
-        ("accelerate-one-gpu", {"model": "gemma-2-2b"}, "its step is not predicted"),
+        ("accelerate-one-gpu", {"model": "gemma-2-2b"}, "was not traced with layers"),
         ("accelerate-one-gpu", BY_ACCELERATE | {"exact": True}, "without `--calibrate`"),
     ],
 )
