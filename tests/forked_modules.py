@@ -26,9 +26,8 @@ class Forked(fork_server.Forked):
 
 def accelerate() -> None:
     """Accelerate's command; the script that it launches is a fork, too."""
-    cli = importlib.import_module("accelerate.commands.accelerate_cli")
     subprocess.Popen = Forked
-    cli.main()
+    importlib.import_module("accelerate.commands.accelerate_cli").main()
 
 
 for name in PRELOADED:
