@@ -24,8 +24,15 @@ class Forked(fork_server.Forked):
     fork = staticmethod(fork_server.fork_here)
 
 
+def accelerate() -> None:
+    """Accelerate's command; the script that it launches is a fork, too."""
+    subprocess.Popen = Forked
+    importlib.import_module("accelerate.commands.accelerate_cli").main()
+
+
 for name in PRELOADED:
     importlib.import_module(name)
 # From now on this process, and what it forks, start modules of ours as forks.
 setattr(ranks, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))  # noqa: B010
 os.execve = fork_server.execute_here
+fork_server.COMMANDS["accelerate"] = "forked_modules:accelerate"

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 import highwater
-from fork_server import TESTS
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -20,18 +19,13 @@ from trial_specs import trial_of
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = Path(__file__).parents[2] / "docs/results/other_trainers/hf_trainer.py"
-PROGRAM = f"""import sys, subprocess; sys.path.append({str(TESTS)!r})
-from fork_server import Forked, fork_here
-Forked.fork, subprocess.Popen = staticmethod(fork_here), Forked
-from accelerate.commands import accelerate_cli; accelerate_cli.main()
-"""
 LONG = 16384
 """A length whose logits of this model, in float32, are past what is left of the bound."""
 
 
 def test_find_finds_the_capacity_of_a_launched_script(mark, wide, tmp_path, monkeypatch):
-    program = tmp_path / "accelerate"  # as pip makes it, of the Python that runs this
-    program.write_text(f"#!{sys.executable}\n{PROGRAM}")
+    program = tmp_path / "accelerate"  # as pip makes it; `forked_modules` runs what it would
+    program.write_text(f"#!{sys.executable}\n")
     program.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     study = highwater.find(

@@ -162,10 +162,9 @@ TRIALS: dict[str, dict[str, Any]] = {
 LENGTH = 16_384
 USUAL = {"config": TINY, "length_tokens": LENGTH}
 OTHERS = ("rw", "fsdp, offload", "fsdp, offload, 2 shards", "fsdp2, offload")
-"""Whose peak is told below, as those of experts are."""
-BESIDE_THE_FORMULA = [
-    name for name in TRIALS if name not in OTHERS and ("experts" not in name or "groups" in name)
-]
+"""Whose peak is told below."""
+EXPERTS_ALONE = [name for name in TRIALS if "experts" in name and "groups" not in name]
+BESIDE_THE_FORMULA = [name for name in TRIALS if name not in (*OTHERS, *EXPERTS_ALONE)]
 EVERYDAY = deep(*BESIDE_THE_FORMULA) or (
     *("ppo, critic", "dpo, shared", "ring, copies", "windows, shared", "scaled, heads"),
     *("one micro-batch, 2 shards", "one micro-batch, critic", "one micro-batch, head alone"),
@@ -239,11 +238,10 @@ print((peaks[2] - peaks[1]) / 2048)
 operators. Of fewer tokens blocks of a fixed size are not full."""
 
 
-@pytest.mark.parametrize("name", EVERYDAY)
+@pytest.mark.parametrize("name", [*EVERYDAY, *EXPERTS_ALONE])
 def test_a_step_peaks_where_the_formula_says(specs, logs, name):
-    assert peak_bytes(logs[name]) == pytest.approx(
-        formula_bytes(specs[name]), rel=FORMULA_TOLERANCE
-    )
+    said = formula_bytes(specs[name])
+    assert peak_bytes(logs[name]) == pytest.approx(said, rel=FORMULA_TOLERANCE)
 
 
 def test_a_critic_has_parameters_gradients_and_moments_of_its_own(specs, logs):
@@ -420,15 +418,6 @@ def test_wide_experts_hold_their_products_and_one_gradient_of_each(specs, logs):
     assert products < logprob_gradient < 1.5 * products
     assert "aten.silu_backward.default" in logs["wide experts"].operators
     assert "aten.sigmoid.default" not in logs["wide experts"].operators
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in TRIALS if "experts" in name and name not in BESIDE_THE_FORMULA]
-)
-def test_experts_peak_where_the_formula_says(specs, logs, name):
-    assert peak_bytes(logs[name]) == pytest.approx(
-        formula_bytes(specs[name]), rel=FORMULA_TOLERANCE
-    )
 
 
 @pytest.mark.timeout(600)

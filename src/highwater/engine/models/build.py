@@ -124,7 +124,7 @@ def build(
         if strategy == "fsdp":  # cut and filled one layer after the other
             model = cast(Decoder, shard_flat(model, layers, materialise=fill.one_unit, **how))
         elif lora is not None and lora.base == "nf4":  # packed whole, then cut, unit by unit
-            if mesh.size(mesh.ndim - 1) > 1 and TorchVersion(torch.__version__) < (2, 12):
+            if mesh.size(mesh.ndim - 1) > 1 and TorchVersion(torch.__version__) < "2.12":
                 raise MachineError(
                     f"FSDP2 of PyTorch {torch.__version__} shards no bytes, as a model in nf4 has",
                     hint="`pip install 'torch>=2.12'`, or use `--copies` for each GPU's own",
