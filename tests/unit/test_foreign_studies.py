@@ -353,7 +353,7 @@ def test_it_is_predicted_as_the_step_that_it_composes_and_says_so(name):
     found = highwater.recommend("Qwen3-0.6B", trainer=name, **COMPOSED_ASKED)
     assert said in recommendation_answer(found)
     nothing = highwater.recommend("Qwen3-32B", trainer=name, gpus="1xH100-80GB", length="64k")
-    assert predicted_as(name) in recommendation_answer(nothing)
+    assert said in recommendation_answer(nothing)
     assert own.accuracy.startswith(predicted_as(name).partition("; ")[2])
 
 
