@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 72_144,
+    "src_lines": 72_145,
     "src_files": 287,
     "src_small_files": 9,
     "process_starts": 1,

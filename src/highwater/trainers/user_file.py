@@ -131,7 +131,8 @@ class FileSettings(NamedTuple):
             before = settings.replace(**taken, allocator="native")
             return (*self.required, *changes(self.trainer, before, settings))
         budget_tokens = -(-settings.sequences_per_micro_batch * length_tokens // degree)
-        told = dict(zip(_CHOSEN, ([degree], budget_tokens, settings.offloads_model), strict=True))
+        chosen: tuple[Any, ...] = ([degree], budget_tokens, settings.offloads_model)
+        told: dict[str, Any] = dict(zip(_CHOSEN, chosen, strict=True))
         if (rows := "sequences_per_micro_batch") in own:
             told = {**told, rows: getattr(settings, rows), "token_budget": own.get("token_budget")}
         words = {**row.words, row.rows: rows}.items()
@@ -167,7 +168,7 @@ def settings_of(
             raise _unknown(source, name, value)
     notes, required = list[str](), tuple[str, ...]()
     is_known = not TRAINERS[trainer].refused(["deepspeed"])
-    found = {} if words.words else _sharing(config, launcher, path, gpus)
+    found: dict[str, Any] = {} if words.words else _sharing(config, launcher, path, gpus)
     if not is_known and found.get("deepspeed") == "zero3":
         notes.append(ZERO_NOTE)
         found = {"deepspeed": "zero3"}
