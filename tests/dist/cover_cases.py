@@ -258,8 +258,8 @@ class Case:
 @cache
 def cases(strength: int) -> tuple[Case, ...]:
     boxes = PAIRED if strength == 2 else WHOLE
-    # of 500 seeds the one whose pairs meet in the least processes and models
-    return tuple(Case(values=values) for values in cover(boxes, strength=strength, seed=492))
+    # of 2,700 seeds the one whose pairs meet in the least processes and models
+    return tuple(Case(values=values) for values in cover(boxes, strength=strength, seed=1111))
 
 
 def cases_for(processes: int, strength: int) -> list[Case]:

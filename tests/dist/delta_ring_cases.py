@@ -72,9 +72,15 @@ def run(case: Case) -> dict[str, float]:
 
     *others, convolution, norm = leaves
     taps = convolution if case.is_convolved else _last_alone(convolution)
-    expected = by_documents([*others, taps, norm], lengths, HEADS)
-    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).double()
-    wanted = [*torch.autograd.grad(expected, leaves, upstream)]
+    told: list[Any] = [None] * (2 + len(leaves))
+    if rank == 0:  # the reference, token by token, is the same on every rank
+        expected = by_documents([*others, taps, norm], lengths, HEADS)
+        random = torch.Generator().manual_seed(1)
+        upstream = torch.randn(expected.shape, generator=random).double()
+        wanted = torch.autograd.grad(expected, leaves, upstream)
+        told = [expected.detach(), upstream, *wanted]
+    dist.broadcast_object_list(told)
+    expected, upstream, *wanted = told
     own = [each.requires_grad_() for each in held(leaves)]
     out = ours(*own)
     found = {"output": deviation(out, expected[mine])}

@@ -1,7 +1,5 @@
 """One process of a group: every family in one layout, against the family's own modules."""
 
-import json
-import sys
 import time
 import traceback
 from contextlib import nullcontext
@@ -19,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from engine_models import built
 from family_models import WRAPPED
 from highwater.engine.data.batches import Document, pack, share_of
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.errors import HighwaterError
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
@@ -58,24 +55,13 @@ LONGEST = 64
 VOCABULARY = 128
 
 
-def main() -> None:
-    models, result, layout, *families = sys.argv[1:]
-    torch.set_num_threads(1)
+def results(models: str, layout: str, *families: str) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    process_mesh.join(torch.device("cpu"))
-    try:
-        for family in families:
-            line = {
-                "family": family,
-                "layout": layout,
-                **outcome(Path(models, family), {**LAYOUTS, **RINGS}[layout]),
-            }
-            if dist.get_rank() == 0:
-                with Path(result).open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-    finally:
-        process_mesh.leave()
+    return {
+        family: {"layout": layout, **outcome(Path(models, family), {**LAYOUTS, **RINGS}[layout])}
+        for family in families
+    }
 
 
 def outcome(directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +220,3 @@ def documents(rank: int, micro_batch: int) -> list[tuple[Tensor, Tensor]]:
         labels[: length // 3] = -100
         packed.append((ids, labels))
     return packed
-
-
-if __name__ == "__main__":
-    main()

@@ -186,14 +186,11 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
     of_ranks = dict(case.of_ranks)
     offload = of_ranks.pop("offload", False)
     layout = Layout(gpus=dist.get_world_size(), **of_ranks)
-    rounded = nf4_of(directory) if LORAS[case.lora].base == "nf4" else {}
-    with Lifted() if dtype == torch.float64 else nullcontext():
-        return rank_steps.deviations(
-            ours(case, directory, dtype, layout, offload=offload),
-            lambda: theirs(
-                directory, dtype, case.lora, layout.data_parallel_degree, tuple(rounded.items())
-            ),
-        )
+    rounded = tuple(nf4_of(directory).items()) if LORAS[case.lora].base == "nf4" else ()
+    return rank_steps.deviations(
+        ours(case, directory, dtype, layout, offload=offload),
+        lambda: theirs(directory, dtype, case.lora, layout.data_parallel_degree, rounded),
+    )
 
 
 def ours(
@@ -212,9 +209,11 @@ def ours(
     )
     fill_adapters(model, lambda name: name_for_peft(name_in_files(name)))
     own = rank_steps.micro_batches(LENGTHS, layout, shared)
-    loss, norm, found = rank_steps.first_step(
-        model, (mesh, shared), own, copies=layout.replicate_degree
-    )
+    # Not around the building of a model, which makes most calls of PyTorch and computes nothing.
+    with Lifted() if dtype == torch.float64 else nullcontext():
+        loss, norm, found = rank_steps.first_step(
+            model, (mesh, shared), own, copies=layout.replicate_degree
+        )
     frozen = [
         name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None
     ]
@@ -266,7 +265,8 @@ def theirs(
     with torch.no_grad():
         for name, of in names.items():
             trained[of].copy_(adapter_values(name, tuple(trained[of].shape)))
-    loss, norm, found = rank_steps.plain_step(model, LENGTHS, data_ranks)
+    with Lifted() if dtype == torch.float64 else nullcontext():
+        loss, norm, found = rank_steps.plain_step(model, LENGTHS, data_ranks)
     return loss, norm, {name: found[of] for name, of in names.items() if of in found}
 
 

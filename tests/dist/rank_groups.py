@@ -21,14 +21,14 @@ class RankGroups:
 
     def __init__(self, folder: Path) -> None:
         """``folder``: where the ranks meet, and what they print."""
-        self._folder = folder
+        self.folder = folder
         self._groups = 0
         self._models: dict[Callable[[Path], None], Path] = {}
 
     def models(self, save_models: Callable[[Path], None]) -> Path:
         """The folder that a module of cases has filled, once for all tests."""
         if save_models not in self._models:
-            self._models[save_models] = self._folder / f"models-{len(self._models)}"
+            self._models[save_models] = self.folder / f"models-{len(self._models)}"
             save_models(self._models[save_models])
         return self._models[save_models]
 
@@ -37,7 +37,7 @@ class RankGroups:
     ) -> None:
         """Run a script of this folder to its end; fails with the end of what was printed."""
         self._groups += 1
-        log = self._folder / f"{self._groups}.log"
+        log = self.folder / f"{self._groups}.log"
         environments = [
             {
                 **os.environ,
@@ -47,7 +47,7 @@ class RankGroups:
                 "LOCAL_WORLD_SIZE": str(processes),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
-                STORE_VARIABLE: str(self._folder / f"{self._groups}.store"),
+                STORE_VARIABLE: str(self.folder / f"{self._groups}.store"),
             }
             for rank in range(processes)
         ]
@@ -67,7 +67,7 @@ class RankGroups:
         self, module: str, processes: int, *words: str | Path, timeout_s: float = TIMEOUT_S
     ) -> dict[str, Any]:
         """What ``results`` of a module of this folder gives rank 0."""
-        result = self._folder / f"{self._groups + 1}.json"
+        result = self.folder / f"{self._groups + 1}.json"
         self.run("rank_main.py", processes, result, module, *words, timeout_s=timeout_s)
         return json.loads(result.read_text())
 

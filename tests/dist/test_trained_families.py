@@ -46,20 +46,19 @@ FEW = ("fsdp2", "fsdp1 ulysses", "ring", "alone")
 
 
 def sweep(
-    ranks: RankGroups, layout: str, names: list[str], folder: Path, *, window: int | None = None
+    ranks: RankGroups, layout: str, names: list[str], *, window: int | None = None
 ) -> dict[str, dict[str, object]]:
     of_layout = {**LAYOUTS, **RINGS}[layout]
     if window is None:
         window = WINDOW if "ring" in of_layout else NARROW
-    models, result = folder / f"models {window}", folder / f"{layout}.jsonl"
+    models = ranks.folder / f"models {window}"
     for name in names:
         if not (models / name).is_dir():
             save_tiny(name, models, window=window)
-    words = (models, result, layout, *names)
-    ranks.run("family_cases.py", of_layout["processes"], *words, timeout_s=1500)
-    lines = [json.loads(line) for line in result.read_text().splitlines()]
-    assert [line["family"] for line in lines] == names
-    return {line.pop("family"): line for line in lines}
+    words = (models, layout, *names)
+    found = ranks.results("family_cases", of_layout["processes"], *words, timeout_s=1500)
+    assert list(found) == names
+    return found
 
 
 def turn(layout: str, names: Sequence[str], layouts: Sequence[str]) -> list[str]:
@@ -100,56 +99,56 @@ def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_wa
 
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_families_train_as_their_own_classes_do(layout, ranks, tmp_path):
+def test_families_train_as_their_own_classes_do(layout, ranks):
     names = of_each_kind(sorted(TRAINED & {*families()}))
-    found = sweep(ranks, layout, turn(layout, names, list(LAYOUTS)), tmp_path)
+    found = sweep(ranks, layout, turn(layout, names, list(LAYOUTS)))
     _write_table(layout, found)
     assert wrong_ones(layout, found) == {}
 
 
 @pytest.mark.parametrize("layout", SCALED_IN)
-def test_families_that_scale_or_cap_logits_train_as_their_own_classes_do(layout, ranks, tmp_path):
-    found = sweep(ranks, layout, turn(layout, TRANSFORMED, SCALED_IN), tmp_path)
+def test_families_that_scale_or_cap_logits_train_as_their_own_classes_do(layout, ranks):
+    found = sweep(ranks, layout, turn(layout, TRANSFORMED, SCALED_IN))
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
 @pytest.mark.parametrize("layout", [*FEW[: len(HIDDEN)], *deep("alone")])
-def test_configs_that_a_familys_name_hides_train_as_their_own_classes_do(layout, ranks, tmp_path):
+def test_configs_that_a_familys_name_hides_train_as_their_own_classes_do(layout, ranks):
     """Hybrids of attention alone, with experts and without; experts a token by a list."""
-    found = sweep(ranks, layout, turn(layout, HIDDEN, FEW), tmp_path)
+    found = sweep(ranks, layout, turn(layout, HIDDEN, FEW))
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *RINGS])
-def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks, tmp_path):
+def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks):
     """Packed documents against each alone, with and without experts."""
     others = turn(layout, DELTA[1:], [*LAYOUTS, *RINGS])
-    found = sweep(ranks, layout, [DELTA[0], *others], tmp_path)
+    found = sweep(ranks, layout, [DELTA[0], *others])
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
 @pytest.mark.parametrize("layout", deep(*LAYOUTS) or FEW[: len(UNLIKE)])
-def test_layers_that_share_keys_and_have_embeddings_train_as_their_class(layout, ranks, tmp_path):
+def test_layers_that_share_keys_and_have_embeddings_train_as_their_class(layout, ranks):
     """Gemma 4: heads of two sizes, values that are keys, documents past its windows."""
-    found = sweep(ranks, layout, turn(layout, UNLIKE, FEW), tmp_path)
+    found = sweep(ranks, layout, turn(layout, UNLIKE, FEW))
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
 @pytest.mark.parametrize("layout", FEW)
-def test_text_models_train_as_the_classes_that_read_images_too(layout, ranks, tmp_path):
+def test_text_models_train_as_the_classes_that_read_images_too(layout, ranks):
     """Called on text alone: a RoPE of several positions a token is a plain one."""
-    found = sweep(ranks, layout, turn(layout, list(WRAPPED), FEW), tmp_path)
+    found = sweep(ranks, layout, turn(layout, list(WRAPPED), FEW))
     assert wrong_ones(layout, found) == {}
 
 
 @pytest.mark.parametrize("layout", PAST_IN)
-def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(layout, ranks, tmp_path):
+def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(layout, ranks):
     """With windows in every layer, in some, of a mask alone, sinks, and two kinds of RoPE."""
     names = turn(layout, PAST, PAST_IN)
-    found = sweep(ranks, layout, names, tmp_path)
+    found = sweep(ranks, layout, names)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
     for name in names:
-        window = load_model(str(tmp_path / f"models {NARROW}" / name)).shape.window_tokens
+        window = load_model(str(ranks.folder / f"models {NARROW}" / name)).shape.window_tokens
         assert window == NARROW < LONGEST_DOCUMENT
 
 
@@ -157,10 +156,10 @@ def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(layou
     ("window", "outcome"), [(LONGEST_DOCUMENT, "equal"), (LONGEST_DOCUMENT - 1, "refused")]
 )
 def test_around_a_ring_a_document_within_a_window_is_trained_and_one_past_it_refused(
-    window, outcome, ranks, tmp_path
+    window, outcome, ranks
 ):
     """By their own lengths: a ring's padding, which makes them longer, counts for nothing."""
-    found = sweep(ranks, "ring", list(WINDOWED), tmp_path, window=window)
+    found = sweep(ranks, "ring", list(WINDOWED), window=window)
     assert {name: row["outcome"] for name, row in found.items()} == dict.fromkeys(WINDOWED, outcome)
     if outcome == "refused":
         for row in found.values():

@@ -170,13 +170,12 @@ def update(
     **numbers: float,
 ) -> None:
     """Run ``_update`` on one shard, in pieces of ``PIECE`` elements."""
-    size = parameter.numel()
     with (
         torch.compiler.set_stance("default" if parameter.is_cuda else "force_eager"),
         disable_cache_limit(),
     ):
-        for start in range(0, size, PIECE):
-            end = min(start + PIECE, size)
+        for start in range(0, parameter.numel(), PIECE):
+            end = start + PIECE  # of the last piece it may be behind the end
             pieces = (_piece(each, start, end) for each in (parameter, gradient, mean, squares))
             compiled(*pieces, *changing, **numbers)
 
@@ -195,7 +194,8 @@ def seeded(device: torch.device, *numbers: int) -> Generator[None]:
     """Context manager: seed a device's generator from ``numbers``, and restore it afterwards."""
     # The CPU's generator reads only the lower half of a seed: hash all numbers into that.
     seed = int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    # torch.manual_seed would also keep a stack trace for each kind of device that is not there.
+    generators = torch.cuda if device.type == "cuda" else torch.default_generator
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        generators.manual_seed(seed)
         yield

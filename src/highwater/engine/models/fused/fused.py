@@ -38,12 +38,11 @@ def fuse_norms(model: nn.Module) -> int:
     """Replace every RMS norm that ours can compute, also one of a family that adds 1 to the weight,
     in place; returns the number replaced. Parameters keep their names.
     """
-    added_by = cache(_added_to_the_weight)  # norms of one class and epsilon share one proof
     count = 0
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
             eps = _epsilon(norm)
-            if eps is None or (added := added_by(type(norm), eps)) is None:
+            if eps is None or (added := _added_to_the_weight(type(norm), eps)) is None:
                 continue
             weight = cast(nn.Parameter, norm.weight)
             how: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
@@ -65,6 +64,7 @@ def _epsilon(module: nn.Module) -> float | None:
     return eps if isinstance(eps, float) else None
 
 
+@cache  # one proof for all norms of a class and an epsilon
 def _added_to_the_weight(kind: type[nn.Module], eps: float) -> float | None:
     """Return the number, 0 or 1, that a class of norms adds to its weight: that with which ours
     equals a small norm of the class on inputs of many magnitudes. None if neither does.
