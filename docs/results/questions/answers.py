@@ -176,7 +176,8 @@ def _page(document: dict[str, list[Answer]]) -> Iterator[str]:
         "of an eighth ten, at `562eac0c`, three were right, two mostly, four half and one not; "
         "of a ninth ten, at `5c57c586`, seven were right, two mostly and one half; "
         "of a tenth ten, at `13eac6f2`, six were right and four mostly; of an eleventh ten, at "
-        "`81947ad0`, six were right, two mostly, one half and one not."
+        "`81947ad0`, six were right, two mostly, one half and one not; of a twelfth ten, at "
+        "`55843443`, one was right, four mostly and five half."
     )
     yield ""
     summary = runpy.run_path(str(HERE / "agreement.py"))["summary"]

@@ -194,8 +194,8 @@ def seeded(device: torch.device, *numbers: int) -> Generator[None]:
     """Context manager: seed a device's generator from ``numbers``, and restore it afterwards."""
     # The CPU's generator reads only the lower half of a seed: hash all numbers into that.
     seed = int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
-    # torch.manual_seed would also keep a stack trace for each kind of device that is not there.
-    generators = torch.cuda if device.type == "cuda" else torch.default_generator
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        generators.manual_seed(seed)
+    # For the CPU alone, as torch.manual_seed keeps a stack trace for each device that is not there.
+    is_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if is_gpu else []):
+        (torch if is_gpu else torch.default_generator).manual_seed(seed)
         yield
