@@ -43,7 +43,7 @@ from highwater.nouns.plan import plan
 from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, counted_ranks, default_headroom_bytes
-from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName, trainer_title
+from highwater.nouns.trainer import OURS, TRAINERS, TrainerName, trainer_title
 from highwater.nouns.trial import refuse_one_token
 from highwater.speed import BASIS_IN_WORDS, MEASURED, cost_of, predicted_step, rates_of
 from highwater.units import format_bytes, parse_memory
@@ -336,7 +336,7 @@ def assumed_attention(
     """
     shape = question.model.shape
     rows = cell.settings.sequences_per_micro_batch
-    if shape.window_tokens and "transformers" in (trainer, REGISTRY[trainer].trains_by):
+    if shape.window_tokens and not TRAINERS[trainer].refused(["liger"]):  # Hugging Face's step
         return (
             "Attention is taken as flash_attention_2; beside SDPA, transformers' own choice, "
             f"{shape.model_type}'s windows take a mask of length x length, "
