@@ -54,8 +54,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
 
     degrees = {"ulysses": "ulysses_degree", "ring": "ring_degree", "copies": "replicate_degree"}
     layout = {degrees[name]: case[name] for name in degrees.keys() & case.keys()}
-    fields = {"activations": case.get("activations", "gpu"), "lora_base": "nf4", "lora": 16}
-    fields |= {"loss": "chunked", "allocator": "expandable", "length_tokens": case["length"]}
+    fields = {**HOW, "activations": case.get("activations", "gpu"), "length_tokens": case["length"]}
     reports = one_gpu.run(trial_of(case["model"], gpus=2, **layout, **fields), timeout_s=400)
     return {
         "allocated": max(each.memory.peak_allocated_bytes or 0 for each in reports),
